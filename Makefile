@@ -1,0 +1,77 @@
+# ds4: make builds ./ds4, libds4.a and libds4.so; make test tests; make demo shows speculation on the bundled pair.
+#
+# The flags that bits depend on are not in CFLAGS, so that whoever sets those keeps them: no contraction of a*b+c into fma
+# (the code writes fma where it means it), no fast math. Kernels for newer instruction sets are chosen at run time.
+CC ?= cc
+CFLAGS ?= -O3 -g
+PREFIX ?= /usr/local
+WARN = -Wall -Wextra -Wshadow -Wconversion
+EXACT = -std=c11 -D_GNU_SOURCE -ffp-contract=off -fno-fast-math -fPIC -pthread
+BUILD = $(CC) $(CPPFLAGS) $(CFLAGS) $(EXACT) $(WARN)
+PYTHON ?= python3
+VENV = .venv
+MODEL = models/small.gguf
+HEAD = models/small-mtp.gguf
+
+all: ds4 libds4.a libds4.so
+
+build:
+	mkdir -p build
+
+build/ds4.o: ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
+	$(BUILD) -c ds4.c -o $@
+
+build/ds4_cli.o: ds4_cli.c ds4.h ds4_help.h | build
+	$(BUILD) -c ds4_cli.c -o $@
+
+build/ds4_help.o: ds4_help.c ds4_help.h | build
+	$(BUILD) -c ds4_help.c -o $@
+
+ds4: build/ds4_cli.o build/ds4_help.o build/ds4.o
+	$(BUILD) $(LDFLAGS) $^ -o $@ -lm
+
+libds4.a: build/ds4.o
+	$(AR) rcs $@ $^
+
+libds4.so: build/ds4.o
+	$(BUILD) $(LDFLAGS) -shared -Wl,-soname,libds4.so $^ -o $@ -lm
+
+install: all
+	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/lib $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/share/ds4
+	install -m 755 ds4 $(DESTDIR)$(PREFIX)/bin/
+	install -m 644 libds4.a $(DESTDIR)$(PREFIX)/lib/
+	install -m 755 libds4.so $(DESTDIR)$(PREFIX)/lib/
+	install -m 644 ds4.h $(DESTDIR)$(PREFIX)/include/
+	install -m 644 $(MODEL) $(HEAD) $(DESTDIR)$(PREFIX)/share/ds4/
+
+# ---- tests ----
+
+# The engine with its insides reachable, for the Python tests; the C program of the documentation, against the library.
+build/hooks.so: tests/hooks.c tests/*.inc ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
+	$(BUILD) -Wno-unused-function -shared tests/hooks.c -o $@ -lm
+
+build/test_api: tests/test_api.c libds4.a ds4.h
+	$(BUILD) -I. tests/test_api.c libds4.a -o $@ -lm
+
+build/test_api_shared: tests/test_api.c libds4.so ds4.h
+	$(BUILD) -I. tests/test_api.c -L. -lds4 -Wl,-rpath,'$$ORIGIN/..' -o $@ -lm
+
+$(VENV)/ready: tests/requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	touch $@
+
+check-c: build/test_api build/test_api_shared
+	build/test_api tests/data/tiny/target.gguf tests/data/tiny/head-ds4.gguf
+	build/test_api_shared tests/data/tiny/target.gguf tests/data/tiny/head-ds4.gguf
+
+test: all check-c build/hooks.so $(VENV)/ready
+	$(VENV)/bin/python -m pytest -q tests
+
+demo: all
+	@sh tests/demo.sh ./ds4 $(MODEL) $(HEAD)
+
+clean:
+	rm -rf build ds4 libds4.a libds4.so
+
+.PHONY: all install check-c test demo clean

@@ -1,0 +1,5509 @@
+/* ds4.c: the engine. One file, to be read from top to bottom; a section uses only those above it.
+ *
+ *   1 errors and small tools      6 model: sizes, weights, checks    11 acceptance and speculation
+ *   2 threads                     7 row operations                   12 sampling
+ *   3 GGUF                        8 caches                           13 sessions and batches
+ *   4 tensor types and kernels    9 forward                          14 save and load
+ *   5 tokenizer, chat template   10 MTP head
+ *
+ * Two rules hold everywhere and make speculation exact. A row's result never depends on the rows that run with it, on the
+ * threads or on the instruction set: every sum has one order. And whatever a session remembers is addressed by absolute
+ * position, so that going back is setting the position. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "ds4.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "ds4 reads little-endian files in place and needs a little-endian machine"
+#endif
+
+/* ============================================================================================================================
+ * 1. Errors and small tools
+ *
+ * fail() records the thread's one error message and returns -1, so that a failing line reads `return fail(...)`. Memory is
+ * asked for through mem_new and mem_grow only: every one of these may fail, is checked, and can be made to fail by a test.
+ * ========================================================================================================================== */
+
+static _Thread_local char last_error[1024];
+
+/* Messages quote names from files. Bytes that a terminal could act on, or that are not UTF-8, become '?'. */
+static void make_printable(char *text) {
+    for (unsigned char *p = (unsigned char *)text; *p;) {
+        int more = *p < 0x80 ? 0 : *p >= 0xc2 && *p < 0xe0 ? 1 : (*p & 0xf0) == 0xe0 ? 2 : *p >= 0xf0 && *p < 0xf5 ? 3 : -1;
+        bool good = more >= 0 && *p >= 0x20 && *p != 0x7f;
+        for (int i = 1; good && i <= more; i++) good = (p[i] & 0xc0) == 0x80;
+        if (good) p += more + 1;
+        else *p++ = '?';
+    }
+}
+
+__attribute__((format(printf, 1, 2))) static void set_error(const char *format, ...) {
+    char text[sizeof last_error];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    make_printable(text);
+    memcpy(last_error, text, sizeof text);
+}
+#define fail(...) __extension__({ set_error(__VA_ARGS__); -1; })
+
+const char *ds4_last_error(void) { return last_error; }
+const char *ds4_version(void) { return DS4_VERSION; }
+
+/* A test build (-DDS4_FAULTS) counts every request to the system and makes one of them fail. */
+#ifdef DS4_FAULTS
+static _Atomic long fault_countdown = -1;
+static bool fault(void) { return atomic_fetch_sub(&fault_countdown, 1) == 0; }
+#else
+static bool fault(void) { return false; }
+#endif
+
+enum { ALIGN = 64 };    /* a cache line, and the widest vector */
+
+static void *mem_new(size_t bytes) {
+    void *p = NULL;
+    size_t rounded = bytes > SIZE_MAX - ALIGN ? SIZE_MAX : (bytes + ALIGN - 1) / ALIGN * ALIGN;
+    if (rounded == SIZE_MAX || fault()) {
+        fail("out of memory: %zu bytes asked for", bytes);
+        return NULL;
+    }
+    /* calloc leaves large blocks untouched until they are used: a long context costs memory as it fills. */
+    void *raw = calloc(1, rounded + ALIGN);
+    if (raw) {
+        p = (void *)(((uintptr_t)raw + ALIGN) / ALIGN * ALIGN);
+        ((void **)p)[-1] = raw;
+    }
+    if (!p) fail("out of memory: %zu bytes asked for", bytes);
+    return p;
+}
+
+static void mem_free(void *p) {
+    if (p) free(((void **)p)[-1]);
+}
+
+/* A larger copy of p, zeroed beyond old_bytes; on failure p stays as it was. */
+static void *mem_grow(void *p, size_t old_bytes, size_t new_bytes) {
+    void *bigger = mem_new(new_bytes);
+    if (!bigger) return NULL;
+    if (old_bytes) memcpy(bigger, p, old_bytes < new_bytes ? old_bytes : new_bytes);
+    mem_free(p);
+    return bigger;
+}
+
+/* count * size zeroed bytes, with the product checked. */
+static void *mem_array(size_t count, size_t size) {
+    size_t bytes;
+    if (__builtin_mul_overflow(count, size, &bytes)) bytes = SIZE_MAX;
+    return mem_new(bytes);
+}
+
+typedef struct {
+    const char *p;
+    size_t n;
+} str;
+
+static str str_of(const char *text) { return (str){text, strlen(text)}; }
+static bool str_is(str a, const char *b) { return a.n == strlen(b) && memcmp(a.p, b, a.n) == 0; }
+static int str_cmp(str a, str b) {
+    int order = memcmp(a.p, b.p, a.n < b.n ? a.n : b.n);
+    return order ? order : (a.n > b.n) - (a.n < b.n);
+}
+/* For "%.*s": names in files may be long. */
+#define STR_ARG(s) (int)((s).n < 200 ? (s).n : 200), (s).p
+
+static char *str_copy(const char *text) {
+    size_t n = strlen(text) + 1;
+    char *copy = mem_new(n);
+    if (copy) memcpy(copy, text, n);
+    return copy;
+}
+
+static double now_ms(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
+}
+
+static int min_int(int a, int b) { return a < b ? a : b; }
+static int max_int(int a, int b) { return a > b ? a : b; }
+
+/* A 64-bit checksum of bytes, continued from `h`: for damage and mix-ups, not against forgery. */
+static uint64_t checksum(uint64_t h, const void *data, size_t n) {
+    const uint8_t *p = data;
+    const uint64_t k = 0x9e3779b97f4a7c15u;
+    h ^= n * k;
+    for (; n >= 8; n -= 8, p += 8) {
+        uint64_t w;
+        memcpy(&w, p, 8);
+        h = (h ^ w) * k;
+        h ^= h >> 29;
+    }
+    for (; n; n--) h = (h ^ *p++) * k;
+    h = (h ^ (h >> 32)) * 0xd6e8feb86659fd93u;
+    return h ^ (h >> 32);
+}
+
+/* ============================================================================================================================
+ * 2. Threads
+ *
+ * A pool of workers that lives as long as the engine. pool_run splits n items into chunks; whoever is free claims the next
+ * chunk, the calling thread included, and the call returns when all chunks are done. Who computes what never shows in the
+ * result. A worker that is late (its core is busy elsewhere) claims nothing and is not waited for; one without work spins for
+ * some microseconds, then sleeps.
+ * ========================================================================================================================== */
+
+typedef void (*job_fn)(void *ctx, int64_t begin, int64_t end, int thread);
+
+enum { SPINS = 1500, MAX_THREADS = 256, MAX_CHUNKS = 0xffff };
+
+typedef struct pool pool;
+typedef struct {
+    pool *pool;
+    pthread_t thread;
+    int index;          /* 1.., the calling thread is 0 */
+} worker;
+
+struct pool {
+    int threads;
+    /* generation << 32 | chunks << 16 | next chunk: claiming is one compare-and-swap, and a claim can only succeed while the
+     * caller waits for that very job, so that fn, ctx, n and grain may be read after it. */
+    _Alignas(ALIGN) _Atomic uint64_t ticket;
+    _Alignas(ALIGN) _Atomic int done;
+    _Atomic int sleepers, caller_sleeps;
+    _Atomic bool stop;
+    _Alignas(ALIGN) job_fn fn;
+    void *ctx;
+    int64_t n, grain;
+    pthread_mutex_t lock;
+    pthread_cond_t wake, finished;
+    worker workers[MAX_THREADS];
+};
+
+static inline void cpu_relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static bool ticket_open(uint64_t t) { return (t & 0xffff) < (t >> 16 & 0xffff); }
+
+/* Claims and runs one chunk of the job on offer; false when none is left. */
+static bool pool_chunk(pool *p, int thread) {
+    uint64_t t = atomic_load(&p->ticket);
+    do {
+        if (!ticket_open(t)) return false;
+    } while (!atomic_compare_exchange_weak(&p->ticket, &t, t + 1));
+    int64_t begin = (int64_t)(t & 0xffff) * p->grain;
+    int64_t end = begin + p->grain < p->n ? begin + p->grain : p->n;
+    int chunks = (int)(t >> 16 & 0xffff);
+    p->fn(p->ctx, begin, end, thread);
+    if (atomic_fetch_add(&p->done, 1) + 1 == chunks && atomic_load(&p->caller_sleeps)) {
+        pthread_mutex_lock(&p->lock);
+        pthread_cond_signal(&p->finished);
+        pthread_mutex_unlock(&p->lock);
+    }
+    return true;
+}
+
+static void *worker_main(void *arg) {
+    worker *w = arg;
+    pool *p = w->pool;
+    for (int idle = 0; !atomic_load(&p->stop);) {
+        if (pool_chunk(p, w->index)) idle = 0;
+        else if (++idle < SPINS) cpu_relax();
+        else {
+            pthread_mutex_lock(&p->lock);
+            atomic_fetch_add(&p->sleepers, 1);
+            while (!ticket_open(atomic_load(&p->ticket)) && !atomic_load(&p->stop)) pthread_cond_wait(&p->wake, &p->lock);
+            atomic_fetch_sub(&p->sleepers, 1);
+            pthread_mutex_unlock(&p->lock);
+            idle = 0;
+        }
+    }
+    return NULL;
+}
+
+static void pool_wake(pool *p) {
+    pthread_mutex_lock(&p->lock);
+    pthread_cond_broadcast(&p->wake);
+    pthread_mutex_unlock(&p->lock);
+}
+
+static void pool_free(pool *p) {
+    if (!p) return;
+    atomic_store(&p->stop, true);
+    pool_wake(p);
+    for (int i = 1; i < p->threads; i++) pthread_join(p->workers[i].thread, NULL);
+    pthread_mutex_destroy(&p->lock);
+    pthread_cond_destroy(&p->wake);
+    pthread_cond_destroy(&p->finished);
+    mem_free(p);
+}
+
+static pool *pool_new(int threads) {
+    pool *p = mem_new(sizeof *p);
+    if (!p) return NULL;
+    pthread_mutex_init(&p->lock, NULL);
+    pthread_cond_init(&p->wake, NULL);
+    pthread_cond_init(&p->finished, NULL);
+    for (p->threads = 1; p->threads < threads; p->threads++) {
+        worker *w = &p->workers[p->threads];
+        *w = (worker){.pool = p, .index = p->threads};
+        int error = fault() ? EAGAIN : pthread_create(&w->thread, NULL, worker_main, w);
+        if (error) {
+            fail("cannot start thread %d of %d: %s", p->threads + 1, threads, strerror(error));
+            pool_free(p);
+            return NULL;
+        }
+    }
+    return p;
+}
+
+/* Runs fn over [0, n) in chunks of `grain` items (larger ones if there would be too many). */
+static void pool_run(pool *p, int64_t n, int64_t grain, job_fn fn, void *ctx) {
+    if (n <= 0) return;
+    if (grain < 1) grain = 1;
+    if (n / grain >= MAX_CHUNKS) grain = n / (MAX_CHUNKS - 1) + 1;
+    int64_t chunks = (n + grain - 1) / grain;
+    if (p->threads == 1 || chunks == 1) {
+        fn(ctx, 0, n, 0);
+        return;
+    }
+    p->fn = fn;
+    p->ctx = ctx;
+    p->n = n;
+    p->grain = grain;
+    atomic_store(&p->done, 0);
+    uint64_t generation = (atomic_load(&p->ticket) >> 32) + 1;
+    atomic_store(&p->ticket, generation << 32 | (uint64_t)chunks << 16);
+    if (atomic_load(&p->sleepers)) pool_wake(p);
+    while (pool_chunk(p, 0)) {}
+    for (int i = 0; i < SPINS && atomic_load(&p->done) < chunks; i++) cpu_relax();
+    if (atomic_load(&p->done) < chunks) {
+        pthread_mutex_lock(&p->lock);
+        atomic_store(&p->caller_sleeps, 1);
+        while (atomic_load(&p->done) < chunks) pthread_cond_wait(&p->finished, &p->lock);
+        atomic_store(&p->caller_sleeps, 0);
+        pthread_mutex_unlock(&p->lock);
+    }
+}
+
+/* The processors this process may run on. */
+static int cpu_count(void) {
+#if defined(__linux__)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return max_int(1, min_int(CPU_COUNT(&set), MAX_THREADS));
+#endif
+    long n = sysconf(_SC_NPROCESSORS_ONLN);
+    return n < 1 ? 1 : n > MAX_THREADS ? MAX_THREADS : (int)n;
+}
+
+/* ============================================================================================================================
+ * 3. GGUF
+ *
+ * Maps a file (all parts of a split one) read-only and indexes its keys and tensors in place. Nothing in the file is trusted:
+ * every count is bounded by the bytes that are left before anything is allocated for it, every sum and product is checked,
+ * and a tensor's bytes lie inside its part. Format: the GGUF specification, versions 2 and 3, little endian.
+ * ========================================================================================================================== */
+
+enum { G_U8, G_I8, G_U16, G_I16, G_U32, G_I32, G_F32, G_BOOL, G_STRING, G_ARRAY, G_U64, G_I64, G_F64, G_TYPES };
+static const uint8_t gguf_size[G_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+enum { MAX_PARTS = 1024, MAX_NESTING = 4, MAX_ENTRIES = 1 << 19 };
+
+typedef struct {
+    str key;
+    uint32_t type;              /* of an array: its elements' */
+    bool array;
+    uint64_t count;             /* elements of an array, else 1 */
+    const uint8_t *value, *end; /* an array's first element; end: where the value's bytes end */
+} meta;
+
+typedef struct {
+    str name;
+    uint32_t type;
+    int n_dims, part;
+    int64_t dims[4];            /* fastest first; missing ones are 1 */
+    uint64_t offset, bytes;     /* bytes 0: a type that is not read */
+    const uint8_t *data;
+} tensor;
+
+typedef struct {
+    const uint8_t *map;
+    size_t size;
+} mapping;
+
+typedef struct {
+    char *path;                 /* as given, for messages */
+    mapping parts[MAX_PARTS];
+    int n_parts;
+    meta *metas;                /* sorted by key; of the first part */
+    size_t n_metas;
+    tensor *tensors;            /* in file order */
+    tensor **by_name;
+    size_t n_tensors;
+} gguf;
+
+/* Sizes of tensor data come from section 4's table of types. */
+static int64_t type_row_bytes(uint32_t type, int64_t n);    /* -1: not a multiple of the block; 0: type not read */
+static const char *type_name(uint32_t type);
+
+/* ---- a cursor that cannot leave the file ---- */
+
+typedef struct {
+    const uint8_t *p, *end;
+    const char *path;
+    int part;
+} cursor;
+
+static size_t cursor_left(const cursor *c) { return (size_t)(c->end - c->p); }
+
+static int take(cursor *c, void *out, size_t n, const char *what) {
+    if (cursor_left(c) < n) return fail("%s: truncated: the file ends inside %s", c->path, what);
+    memcpy(out, c->p, n);
+    c->p += n;
+    return 0;
+}
+
+static bool valid_utf8(str s) {
+    for (size_t i = 0; i < s.n;) {
+        unsigned char b = (unsigned char)s.p[i];
+        size_t more = b < 0x80 ? 0 : b >= 0xc2 && b < 0xe0 ? 1 : (b & 0xf0) == 0xe0 ? 2 : b >= 0xf0 && b < 0xf5 ? 3 : SIZE_MAX;
+        if (more == SIZE_MAX || more >= s.n - i) return false;
+        for (size_t k = 1; k <= more; k++)
+            if (((unsigned char)s.p[i + k] & 0xc0) != 0x80) return false;
+        i += more + 1;
+    }
+    return true;
+}
+
+static int take_string(cursor *c, str *out, const char *what) {
+    uint64_t n;
+    if (take(c, &n, 8, what)) return -1;
+    if (n > cursor_left(c)) return fail("%s: truncated: %s is said to have %llu bytes, %zu are left", c->path, what, (unsigned long long)n, cursor_left(c));
+    *out = (str){(const char *)c->p, (size_t)n};
+    c->p += n;
+    return 0;
+}
+
+/* Skips `count` values of a type and checks that they are there. */
+static int skip_values(cursor *c, uint32_t type, uint64_t count, int depth, str key) {
+    if (type >= G_TYPES) return fail("%s: key %.*s: value type %u is unknown (GGUF has 0 to %d)", c->path, STR_ARG(key), type, G_TYPES - 1);
+    if (type != G_STRING && type != G_ARRAY) {
+        if (count > cursor_left(c) / gguf_size[type])
+            return fail("%s: truncated: key %.*s has %llu values, the file ends before them", c->path, STR_ARG(key), (unsigned long long)count);
+        c->p += count * gguf_size[type];
+        return 0;
+    }
+    if (depth > MAX_NESTING) return fail("%s: key %.*s: arrays nested more than %d deep", c->path, STR_ARG(key), MAX_NESTING);
+    if (count > cursor_left(c) / 8)
+        return fail("%s: truncated: key %.*s has %llu values, the file ends before them", c->path, STR_ARG(key), (unsigned long long)count);
+    for (uint64_t i = 0; i < count; i++) {
+        str skipped;
+        uint32_t inner;
+        uint64_t n;
+        if (type == G_STRING) {
+            if (take_string(c, &skipped, "a string of the metadata")) return -1;
+        } else if (take(c, &inner, 4, "an array") || take(c, &n, 8, "an array") || skip_values(c, inner, n, depth + 1, key)) return -1;
+    }
+    return 0;
+}
+
+static int take_meta(cursor *c, meta *m) {
+    if (take_string(c, &m->key, "a metadata key") || take(c, &m->type, 4, "a metadata value")) return -1;
+    if (!valid_utf8(m->key)) return fail("%s: a metadata key is not UTF-8: %.*s", c->path, STR_ARG(m->key));
+    m->count = 1;
+    if (m->type == G_ARRAY) {
+        m->array = true;
+        if (take(c, &m->type, 4, "an array") || take(c, &m->count, 8, "an array")) return -1;
+    }
+    m->value = c->p;
+    if (skip_values(c, m->type, m->count, m->array ? 1 : 0, m->key)) return -1;
+    m->end = c->p;
+    return 0;
+}
+
+static int take_tensor(cursor *c, tensor *t, uint64_t alignment) {
+    uint32_t n_dims;
+    if (take_string(c, &t->name, "a tensor's name") || take(c, &n_dims, 4, "a tensor's description")) return -1;
+    if (!valid_utf8(t->name)) return fail("%s: a tensor's name is not UTF-8: %.*s", c->path, STR_ARG(t->name));
+    if (n_dims < 1 || n_dims > 4) return fail("%s: tensor %.*s has %u dimensions, expected 1 to 4", c->path, STR_ARG(t->name), n_dims);
+    t->n_dims = (int)n_dims;
+    t->part = c->part;
+    uint64_t values = 1;
+    for (int i = 0; i < 4; i++) {
+        uint64_t d = 1;
+        if (i < t->n_dims && take(c, &d, 8, "a tensor's dimensions")) return -1;
+        if (d < 1 || d > INT32_MAX * (uint64_t)64 || __builtin_mul_overflow(values, d, &values) || values > INT64_MAX / 16)
+            return fail("%s: tensor %.*s: dimension %d is %llu, which cannot be", c->path, STR_ARG(t->name), i, (unsigned long long)d);
+        t->dims[i] = (int64_t)d;
+    }
+    if (take(c, &t->type, 4, "a tensor's type") || take(c, &t->offset, 8, "a tensor's offset")) return -1;
+    if (t->offset % alignment)
+        return fail("%s: tensor %.*s: offset %llu is not a multiple of the alignment %llu", c->path, STR_ARG(t->name), (unsigned long long)t->offset, (unsigned long long)alignment);
+    int64_t row = type_row_bytes(t->type, t->dims[0]);
+    if (row < 0) return fail("%s: tensor %.*s: rows of %lld values do not fill blocks of type %s", c->path, STR_ARG(t->name), (long long)t->dims[0], type_name(t->type));
+    if (__builtin_mul_overflow((uint64_t)row, values / (uint64_t)t->dims[0], &t->bytes))
+        return fail("%s: tensor %.*s is larger than any memory", c->path, STR_ARG(t->name));
+    return 0;
+}
+
+/* ---- lookups ---- */
+
+static int meta_order(const void *a, const void *b) { return str_cmp(((const meta *)a)->key, ((const meta *)b)->key); }
+static int name_order(const void *a, const void *b) { return str_cmp((*(tensor *const *)a)->name, (*(tensor *const *)b)->name); }
+static int place_order(const void *a, const void *b) {
+    const tensor *x = *(tensor *const *)a, *y = *(tensor *const *)b;
+    if (x->part != y->part) return x->part - y->part;
+    return x->offset != y->offset ? (x->offset > y->offset) - (x->offset < y->offset) : (x->bytes > y->bytes) - (x->bytes < y->bytes);
+}
+
+static const meta *gguf_meta(const gguf *g, const char *key) {
+    meta wanted = {.key = str_of(key)};
+    return g->n_metas ? bsearch(&wanted, g->metas, g->n_metas, sizeof *g->metas, meta_order) : NULL;
+}
+
+static const tensor *gguf_tensor(const gguf *g, const char *name) {
+    tensor wanted = {.name = str_of(name)}, *key = &wanted;
+    tensor **found = g->n_tensors ? bsearch(&key, g->by_name, g->n_tensors, sizeof *g->by_name, name_order) : NULL;
+    return found ? *found : NULL;
+}
+
+/* Element i of a numeric value as a double, whatever numeric type the file chose. */
+static double meta_number(const meta *m, uint64_t i) {
+    const uint8_t *p = m->value + i * gguf_size[m->type];
+    switch (m->type) {
+    case G_U8: case G_BOOL: return *p;
+    case G_I8: return (int8_t)*p;
+#define READ(tag, ctype) case tag: { ctype v; memcpy(&v, p, sizeof v); return (double)v; }
+    READ(G_U16, uint16_t) READ(G_I16, int16_t) READ(G_U32, uint32_t) READ(G_I32, int32_t) READ(G_F32, float)
+    READ(G_U64, uint64_t) READ(G_I64, int64_t) READ(G_F64, double)
+#undef READ
+    default: return NAN;
+    }
+}
+
+static bool meta_is_number(const meta *m) { return m->type != G_STRING && m->type != G_ARRAY; }
+
+static str meta_string(const gguf *g, const char *key) {
+    const meta *m = gguf_meta(g, key);
+    if (!m || m->array || m->type != G_STRING) return (str){NULL, 0};
+    return (str){(const char *)m->value + 8, (size_t)(m->end - m->value - 8)};
+}
+
+/* The strings of an array, NULL if it is absent (*n 0) or memory is short (*n SIZE_MAX). */
+static str *meta_strings(const gguf *g, const char *key, size_t *n) {
+    const meta *m = gguf_meta(g, key);
+    *n = 0;
+    if (!m || !m->array || m->type != G_STRING || !m->count) return NULL;
+    str *out = mem_array(m->count, sizeof *out);
+    if (!out) {
+        *n = SIZE_MAX;
+        return NULL;
+    }
+    const uint8_t *p = m->value;
+    for (uint64_t i = 0; i < m->count; i++) {
+        uint64_t length;
+        memcpy(&length, p, 8);
+        out[i] = (str){(const char *)p + 8, (size_t)length};
+        p += 8 + length;
+    }
+    *n = (size_t)m->count;
+    return out;
+}
+
+/* ---- opening ---- */
+
+static void gguf_close(gguf *g) {
+    if (!g) return;
+    for (int i = 0; i < g->n_parts; i++)
+        if (g->parts[i].map) munmap((void *)(uintptr_t)g->parts[i].map, g->parts[i].size);
+    mem_free(g->metas);
+    mem_free(g->tensors);
+    mem_free(g->by_name);
+    mem_free(g->path);
+    mem_free(g);
+}
+
+static int map_file(const char *path, mapping *out) {
+    int fd = fault() ? (errno = EMFILE, -1) : open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return fail("%s: cannot open: %s", path, strerror(errno));
+    struct stat st;
+    int result = -1;
+    if (fstat(fd, &st)) fail("%s: cannot read: %s", path, strerror(errno));
+    else if (!S_ISREG(st.st_mode)) fail("%s: not a file", path);
+    else if (st.st_size < 24) fail("%s: not a GGUF file: %lld bytes, a header alone has 24", path, (long long)st.st_size);
+    else {
+        void *map = fault() ? (errno = ENOMEM, MAP_FAILED) : mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_SHARED, fd, 0);
+        if (map == MAP_FAILED) fail("%s: cannot map %lld bytes: %s", path, (long long)st.st_size, strerror(errno));
+        else {
+            *out = (mapping){map, (size_t)st.st_size};
+            result = 0;
+        }
+    }
+    close(fd);
+    return result;
+}
+
+static int check_header(cursor *c, uint64_t *n_tensors, uint64_t *n_metas) {
+    uint32_t magic, version;
+    if (take(c, &magic, 4, "the header")) return -1;
+    if (magic != 0x46554747) return fail("%s: not a GGUF file (it does not begin with \"GGUF\")", c->path);
+    if (take(c, &version, 4, "the header")) return -1;
+    if (version >= 1 << 16) return fail("%s: a big-endian GGUF file; expected little endian", c->path);
+    if (version != 2 && version != 3) return fail("%s: GGUF version %u; expected 2 or 3", c->path, version);
+    return take(c, n_tensors, 8, "the header") || take(c, n_metas, 8, "the header") ? -1 : 0;
+}
+
+static int check_alignment(const cursor *c, const meta *metas, size_t n, uint64_t *alignment) {
+    *alignment = 32;
+    for (size_t i = 0; i < n; i++) {
+        if (!str_is(metas[i].key, "general.alignment")) continue;
+        double a = !metas[i].array && meta_is_number(&metas[i]) ? meta_number(&metas[i], 0) : 0;
+        if (!(a >= 8 && a <= 1 << 30) || ((uint64_t)a & ((uint64_t)a - 1)))
+            return fail("%s: key general.alignment: expected a power of two from 8 to 2^30", c->path);
+        *alignment = (uint64_t)a;
+    }
+    return 0;
+}
+
+/* Reads one part's header into g: metadata of the first part, tensors of all. */
+static int read_part(gguf *g, int part) {
+    cursor c = {g->parts[part].map, g->parts[part].map + g->parts[part].size, g->path, part};
+    uint64_t n_tensors, n_metas, alignment;
+    if (check_header(&c, &n_tensors, &n_metas)) return -1;
+    if (n_metas > MAX_ENTRIES || n_tensors > MAX_ENTRIES)
+        return fail("%s: %llu metadata keys and %llu tensors announced, expected at most %d of each", g->path, (unsigned long long)n_metas, (unsigned long long)n_tensors, MAX_ENTRIES);
+    if (n_metas > cursor_left(&c) / 13) return fail("%s: truncated: %llu metadata keys announced, the file has no room for them", g->path, (unsigned long long)n_metas);
+    if (n_tensors > cursor_left(&c) / 32) return fail("%s: truncated: %llu tensors announced, the file has no room for them", g->path, (unsigned long long)n_tensors);
+    meta *metas = mem_array(n_metas, sizeof *metas);
+    if (!metas) return -1;
+    int result = -1;
+    for (size_t i = 0; i < n_metas; i++)
+        if (take_meta(&c, &metas[i])) goto out;
+    if (check_alignment(&c, metas, n_metas, &alignment)) goto out;
+    if (n_tensors) {
+        tensor *grown = mem_grow(g->tensors, g->n_tensors * sizeof *grown, (g->n_tensors + n_tensors) * sizeof *grown);
+        if (!grown) goto out;
+        g->tensors = grown;
+    }
+    tensor *mine = g->tensors + g->n_tensors;
+    for (size_t i = 0; i < n_tensors; i++)
+        if (take_tensor(&c, &mine[i], alignment)) goto out;
+    size_t header = (size_t)(c.p - g->parts[part].map), start = (header + alignment - 1) / alignment * alignment;
+    size_t room = start < g->parts[part].size ? g->parts[part].size - start : 0;
+    for (size_t i = 0; i < n_tensors; i++) {
+        if (mine[i].offset > room || mine[i].bytes > room - mine[i].offset) {
+            fail("%s: truncated: tensor %.*s (%llu bytes at offset %llu) ends beyond the file", g->path, STR_ARG(mine[i].name), (unsigned long long)mine[i].bytes, (unsigned long long)mine[i].offset);
+            goto out;
+        }
+        mine[i].data = g->parts[part].map + start + mine[i].offset;
+    }
+    g->n_tensors += n_tensors;
+    if (part == 0) {
+        g->metas = metas;
+        g->n_metas = n_metas;
+        metas = NULL;
+    }
+    result = 0;
+out:
+    mem_free(metas);
+    return result;
+}
+
+/* Sorts the indexes, and refuses keys or tensors that are there twice and tensors that overlap. */
+static int gguf_index(gguf *g) {
+    if (g->n_metas) qsort(g->metas, g->n_metas, sizeof *g->metas, meta_order);
+    for (size_t i = 1; i < g->n_metas; i++)
+        if (str_cmp(g->metas[i - 1].key, g->metas[i].key) == 0) return fail("%s: key %.*s is there twice", g->path, STR_ARG(g->metas[i].key));
+    g->by_name = mem_array(g->n_tensors, sizeof *g->by_name);
+    if (!g->by_name) return -1;
+    if (!g->n_tensors) return 0;
+    for (size_t i = 0; i < g->n_tensors; i++) g->by_name[i] = &g->tensors[i];
+    qsort(g->by_name, g->n_tensors, sizeof *g->by_name, place_order);
+    for (size_t i = 1; i < g->n_tensors; i++) {
+        const tensor *a = g->by_name[i - 1], *b = g->by_name[i];
+        if (a->part == b->part && a->bytes && b->bytes && a->offset + a->bytes > b->offset)
+            return fail("%s: tensors %.*s and %.*s overlap", g->path, STR_ARG(a->name), STR_ARG(b->name));
+    }
+    qsort(g->by_name, g->n_tensors, sizeof *g->by_name, name_order);
+    for (size_t i = 1; i < g->n_tensors; i++)
+        if (str_cmp(g->by_name[i - 1]->name, g->by_name[i]->name) == 0) return fail("%s: tensor %.*s is there twice", g->path, STR_ARG(g->by_name[i]->name));
+    return 0;
+}
+
+/* "name-00002-of-00005.gguf": the number of parts and where the number stands; 1 for a file that is not split. */
+static int split_parts(const char *path, size_t *digits) {
+    const char suffix[] = "-00001-of-00001.gguf";
+    size_t n = strlen(path), tail = sizeof suffix - 1;
+    if (n < tail) return 1;
+    const char *p = path + n - tail;
+    for (size_t i = 0; i < tail; i++) {
+        bool digit = (i >= 1 && i < 6) || (i >= 10 && i < 15);
+        if (digit ? p[i] < '0' || p[i] > '9' : p[i] != suffix[i]) return 1;
+    }
+    *digits = n - tail + 1;
+    int parts = atoi(p + 10);
+    return parts < 1 || parts > MAX_PARTS ? 1 : parts;
+}
+
+static gguf *gguf_open(const char *path) {
+    gguf *g = mem_new(sizeof *g);
+    if (!g) return NULL;
+    g->path = str_copy(path);
+    if (!g->path) goto bad;
+    size_t digits = 0;
+    int parts = split_parts(path, &digits);
+    for (int i = 0; i < parts; i++) {
+        if (parts > 1) {
+            char number[16];
+            snprintf(number, sizeof number, "%05d", i + 1);
+            memcpy(g->path + digits, number, 5);
+        }
+        if (map_file(g->path, &g->parts[i])) goto bad;
+        g->n_parts = i + 1;
+        if (read_part(g, i)) goto bad;
+    }
+    memcpy(g->path, path, strlen(path));
+    if (gguf_index(g)) goto bad;
+    return g;
+bad:
+    gguf_close(g);
+    return NULL;
+}
+
+/* ==================================================================================================================
+ * 4. Tensor types and dot kernels
+ *
+ * What the engine computes with: one row of weights against rows of activations, and the element-wise functions around
+ * it. Everything here is written so that a result's bits depend on nothing but the row's own numbers:
+ *
+ *   float dot      element i goes into lane i mod 16 by fma; a ragged tail goes on in the same lanes
+ *   quantised dot  activations are rounded to int8; block b of the weights gives one exact integer, which goes into lane
+ *                  b mod 16: acc = fma((float)dot, weight scale * activation scale, acc)
+ *   the 16 lanes   are joined in one tree: l += l+8, l += l+4, l += l+2, l += l+1
+ *   exp and such   are the engine's own polynomials; libm gives other bits on other machines
+ *
+ * Nothing above depends on how many rows or outputs run together or on the instruction set. Bodies are written once, as
+ * inline functions over plain loops that a compiler vectorises, and instantiated for each instruction set (KERNEL_SET);
+ * only the dots are written with intrinsics, and are tested for equality with the plain ones.
+ * Relies on section 1 (fail).
+ * ================================================================================================================== */
+
+/* ---- 4.1 Tensor types -------------------------------------------------------------------------------------------- */
+
+enum {                                                                  /* as GGUF numbers them */
+    T_F32 = 0, T_F16 = 1, T_Q4_0 = 2, T_Q8_0 = 8, T_Q2_K = 10, T_Q3_K = 11, T_Q4_K = 12, T_Q5_K = 13, T_Q6_K = 14,
+    T_IQ2_XXS = 16, T_I32 = 26, T_BF16 = 30, T_MXFP4 = 39
+};
+
+/* What a type's dot takes for activations: floats, or int8 with one scale for 32 or for 256 values. */
+typedef enum { ACT_FLOAT, ACT_Q32, ACT_Q256 } act_kind;
+
+typedef struct {
+    uint32_t id;
+    const char *name;
+    int block, bytes;           /* values in a block, and its size */
+    act_kind act;
+} type_info;
+
+static const type_info type_table[] = {
+    { T_F32, "F32", 1, 4, ACT_FLOAT },       { T_F16, "F16", 1, 2, ACT_FLOAT },    { T_Q4_0, "Q4_0", 32, 18, ACT_Q32 },
+    { T_Q8_0, "Q8_0", 32, 34, ACT_Q32 },     { T_Q2_K, "Q2_K", 256, 84, ACT_Q256 }, { T_Q3_K, "Q3_K", 256, 110, ACT_Q256 },
+    { T_Q4_K, "Q4_K", 256, 144, ACT_Q256 },  { T_Q5_K, "Q5_K", 256, 176, ACT_Q256 }, { T_Q6_K, "Q6_K", 256, 210, ACT_Q256 },
+    { T_IQ2_XXS, "IQ2_XXS", 256, 66, ACT_Q256 }, { T_I32, "I32", 1, 4, ACT_FLOAT }, { T_BF16, "BF16", 1, 2, ACT_FLOAT },
+    { T_MXFP4, "MXFP4", 32, 17, ACT_Q32 },
+};
+
+/* A tensor type this engine reads, or NULL. */
+static const type_info *type_find(uint32_t id)
+{
+    for (size_t i = 0; i < sizeof type_table / sizeof *type_table; i++)
+        if (type_table[i].id == id)
+            return &type_table[i];
+    return NULL;
+}
+
+/* The name of any GGUF tensor type, so that an error can say what a file holds; never NULL. */
+static const char *type_name(uint32_t id)
+{
+    static const char *const names[] = {
+        "F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
+        "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16",
+        "I32", "I64", "F64", "IQ1_M", "BF16", "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0", "IQ4_NL_4_4",
+        "IQ4_NL_4_8", "IQ4_NL_8_8", "MXFP4", "NVFP4", "Q1_0",
+    };
+    return id < sizeof names / sizeof *names ? names[id] : "of an unknown number";
+}
+
+/* Rows of activations. Row r: f + r*n, q + r*n, d + r*(n/block), sum + r*(n/16).
+ * `q` is in the kernels' own order (act_offset); `sum` holds the sums of 16 consecutive values of q, in natural order. */
+typedef struct { int64_t n; const float *f; const int8_t *q; const float *d; const int16_t *sum; } acts;
+
+/* One instruction set's functions. */
+typedef struct kernels {
+    const char *name;
+    /* out[j*ldo + o] = dot(row o of w, activation row rows[j]) for o < n_out, j < m; rows NULL: 0 .. m-1. */
+    void (*mat)(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,
+                const int32_t *rows, int m, float *out, size_t ldo);
+    void (*quantise)(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum);      /* one row */
+    void (*dequantise)(uint32_t type, int64_t n, const uint8_t *w, float *out);                         /* one row */
+    float (*dot)(int64_t n, const float *a, const float *b);
+    void (*dots)(int64_t n, const float *q, int64_t ldq, int m, const float *row, float *out, int64_t ldo);
+                                                    /* out[h*ldo] = dot(q + h*ldq, row): many heads, one kv row */
+    void (*axpy)(int64_t n, float a, const float *x, float *y);                 /* y = fma(a, x, y) */
+    void (*axpys)(int64_t n, const float *a, int64_t lda, int m, const float *x, float *y, int64_t ldy);
+                                                    /* y_h = fma(a[h*lda], x, y_h): one kv row, many heads */
+    float (*sum_squares)(int64_t n, const float *x);
+    void (*scale_mul)(int64_t n, float s, const float *x, const float *w, float *y);    /* y = (x*s)*w; w may be NULL */
+    void (*softmax)(int64_t n, float *x, float sink, bool has_sink);            /* in place */
+    void (*softmax_step)(int64_t n, const float *x, const float *v, const float *max, float *sum, float *out);
+                                                    /* e = exp(x - max); sum += e; out = fma(e, v, out) */
+    void (*swiglu)(int64_t n, const float *gate, const float *up, float limit, float *out);
+    void (*sigmoid)(int64_t n, const float *x, float *y);
+    void (*f16_load)(int64_t n, const uint16_t *x, float *y);
+    void (*f16_store)(int64_t n, const float *x, uint16_t *y);                  /* half to even */
+    void (*fp8_load)(int64_t n, const uint8_t *x, const uint8_t *e8m0, float *y);       /* n a multiple of 64 */
+    void (*fp8_store)(int64_t n, const float *x, uint8_t *y, uint8_t *e8m0);
+    int64_t (*argmax)(int64_t n, const float *x);   /* ties: the lowest index; -1 if any value is not finite */
+    bool (*all_finite)(int64_t n, const float *x);
+} kernels;
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define LANES 16
+#define UNROLL _Pragma("GCC unroll 16")       /* for loops of constant length whose variables must be registers */
+
+/* ---- 4.2 Numbers as bits ----------------------------------------------------------------------------------------- */
+
+ALWAYS_INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+ALWAYS_INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+ALWAYS_INLINE double double_of(uint64_t u) { double x; memcpy(&x, &u, 8); return x; }
+ALWAYS_INLINE uint16_t load_u16(const uint8_t *p) { uint16_t u; memcpy(&u, p, 2); return u; }
+ALWAYS_INLINE uint32_t load_u32(const uint8_t *p) { uint32_t u; memcpy(&u, p, 4); return u; }
+
+#define NAN_BITS 0x7fc00000u
+#define INF_BITS 0x7f800000u
+
+/* 1.5 * 2^23: adding it leaves a float's nearest integer, half to even, in its low bits. */
+#define ROUNDER 12582912.0f
+
+/* As the hardware does it: a NaN keeps its high bits and becomes quiet. */
+ALWAYS_INLINE float f16_to_f32(uint32_t h)
+{
+    uint32_t sign = (h & 0x8000) << 16, em = h & 0x7fff;
+    uint32_t normal = (em << 13) + (112u << 23);
+    uint32_t special = (em << 13) | INF_BITS | (em > 0x7c00 ? 0x400000u : 0u);
+    uint32_t tiny = bits_of((float)(int32_t)em * 0x1p-24f);
+    uint32_t u = em >= 0x7c00 ? special : em >= 0x400 ? normal : tiny;
+    return float_of(sign | u);
+}
+
+ALWAYS_INLINE uint16_t f32_to_f16(float x)
+{
+    uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000, a = u & 0x7fffffff;
+    uint32_t normal = ((a + 0xfff + ((a >> 13) & 1)) >> 13) - (112u << 10);
+    normal = normal < 0x7c00 ? normal : 0x7c00;
+    uint32_t tiny = bits_of(float_of(a) + 0.5f) - 0x3f000000u;          /* the addition rounds to a multiple of 2^-24 */
+    uint32_t nan = 0x7e00 | ((a >> 13) & 0x3ff);
+    uint32_t h = a > INF_BITS ? nan : a >= 0x38800000u ? normal : tiny;
+    return (uint16_t)(sign | h);
+}
+
+ALWAYS_INLINE float bf16_to_f32(uint32_t h) { return float_of(h << 16); }
+
+/* 2^(e-128), the scale of an MXFP4 block whose values are doubled. */
+ALWAYS_INLINE float mxfp4_scale(uint32_t e) { return float_of(e < 2 ? 0x00200000u << e : (e - 1) << 23); }
+
+/* ---- 4.3 Elementary functions ------------------------------------------------------------------------------------ */
+
+/* e^x within 1 ulp, subnormal results rounded once; -inf gives 0, overflow inf, NaN NaN.
+ * x = n ln2 + r; the polynomial is (e^r - 1 - r)/r^2 on |r| <= ln2/2, fitted for this file (3.2e-9). */
+ALWAYS_INLINE float f_exp(float x)
+{
+    float c = x > 89.0f ? 89.0f : x;
+    c = c < -105.0f ? -105.0f : c;
+    float t = __builtin_fmaf(c, 0x1.715476p+0f, ROUNDER), n = t - ROUNDER;
+    float r = __builtin_fmaf(n, -0x1.62e430p-1f, c);
+    r = __builtin_fmaf(n, 0x1.05c610p-29f, r);
+    float p = 0x1.6a4b36p-10f;
+    p = __builtin_fmaf(p, r, 0x1.12398ep-7f);
+    p = __builtin_fmaf(p, r, 0x1.5558b2p-5f);
+    p = __builtin_fmaf(p, r, 0x1.555492p-3f);
+    p = __builtin_fmaf(p, r, 0x1.fffffcp-2f);
+    p = __builtin_fmaf(p, r * r, r) + 1.0f;
+    /* 2^n in two factors, neither of which leaves the range of a float */
+    int32_t k = (int32_t)(bits_of(t) - 0x4b400000u), half = k >> 1;
+    half = half < -100 ? -100 : half > 100 ? 100 : half;                /* a NaN's k means nothing, but must shift well */
+    k -= half;
+    k = k < -100 ? -100 : k > 100 ? 100 : k;
+    return p * float_of((uint32_t)(half + 127) << 23) * float_of((uint32_t)(k + 127) << 23);
+}
+
+ALWAYS_INLINE float f_sigmoid(float x) { return 1.0f / (1.0f + f_exp(-x)); }
+
+/* e^x in double, for |x| < 700: tables made once, not inner loops. */
+static double d_exp(double x)
+{
+    static const double inverse_factorial[] = {
+        1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800,
+        1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800.0,
+    };
+    if (x != x)
+        return x;
+    x = x > 709.0 ? 709.0 : x < -708.0 ? -708.0 : x;
+    double n = x * 0x1.71547652b82fep+0 + 0x1.8p52;
+    n -= 0x1.8p52;
+    double r = __builtin_fma(n, -0x1.62e42fef00000p-1, x), p = inverse_factorial[13];
+    r = __builtin_fma(n, -0x1.473de6af278edp-34, r);
+    for (int i = 12; i >= 0; i--)
+        p = __builtin_fma(p, r, inverse_factorial[i]);
+    return p * double_of((uint64_t)((int64_t)n + 1023) << 52);
+}
+
+/* ln x in double, for normal x > 0: x = 2^e m, ln m = 2 atanh((m-1)/(m+1)) by its series. */
+static double d_log(double x)
+{
+    uint64_t u;
+    memcpy(&u, &x, 8);
+    if (!(x > 0) || (u >> 52) == 0x7ff)
+        return x == 0 ? double_of(0xfff0000000000000u) : x > 0 ? x : double_of(0x7ff8000000000000u);
+    int e = (int)(u >> 52) - 1023;
+    double m = double_of((u & 0xfffffffffffffu) | 0x3ff0000000000000u);
+    if (m > 1.4142135623730951) {
+        m *= 0.5;
+        e++;
+    }
+    double s = (m - 1.0) / (m + 1.0), z = s * s, p = 1.0 / 25;
+    for (int i = 23; i >= 1; i -= 2)
+        p = __builtin_fma(p, z, 1.0 / i);
+    return __builtin_fma((double)e, 0x1.62e42fef00000p-1, __builtin_fma((double)e, 0x1.473de6af278edp-34, 2.0 * s * p));
+}
+
+/* ln(1 + e^x), computed in double: the router's choice of experts hangs on it. */
+static float f_softplus(float x)
+{
+    if (x != x || x > 60.0f)
+        return x;
+    double e = d_exp(x > 0 ? -(double)x : (double)x), u = 1.0 + e;
+    double l = u == 1.0 ? e : d_log(u) * (e / (u - 1.0));               /* makes up for the rounding of 1 + e */
+    return (float)(x > 0 ? (double)x + l : l);
+}
+
+/* Sine and cosine of an angle in radians, to double accuracy for |a| <= 2^21 or so (a rotary angle at the largest
+ * position): the angle is reduced by multiples of pi/2 in three parts, each product exact. */
+static void d_sincos(double a, double *s, double *c)
+{
+    static const double ps[] = { 1.0, -1.0 / 6, 1.0 / 120, -1.0 / 5040, 1.0 / 362880, -1.0 / 39916800,
+                                 1.0 / 6227020800.0, -1.0 / 1307674368000.0, 1.0 / 355687428096000.0 };
+    static const double pc[] = { 1.0, -1.0 / 2, 1.0 / 24, -1.0 / 720, 1.0 / 40320, -1.0 / 3628800, 1.0 / 479001600,
+                                 -1.0 / 87178291200.0, 1.0 / 20922789888000.0, -1.0 / 6402373705728000.0 };
+    double n = a * 0x1.45f306dc9c883p-1 + 0x1.8p52;
+    n -= 0x1.8p52;
+    double r = __builtin_fma(n, -0x1.921fb54400000p+0, a);
+    r = __builtin_fma(n, -0x1.0b4611a600000p-34, r);
+    r = __builtin_fma(n, -0x1.3198a2e037073p-69, r);
+    double z = r * r, vs = ps[8], vc = pc[9];
+    for (int i = 7; i >= 0; i--)
+        vs = __builtin_fma(vs, z, ps[i]);
+    for (int i = 8; i >= 0; i--)
+        vc = __builtin_fma(vc, z, pc[i]);
+    vs *= r;
+    int quadrant = n >= -0x1p50 && n <= 0x1p50 ? (int)((int64_t)n & 3) : 0;
+    *s = quadrant == 0 ? vs : quadrant == 1 ? vc : quadrant == 2 ? -vs : -vc;
+    *c = quadrant == 0 ? vc : quadrant == 1 ? -vs : quadrant == 2 ? -vc : vs;
+}
+
+/* ---- 4.4 Weight blocks, unpacked --------------------------------------------------------------------------------- */
+
+#include "ds4_tables.inc"
+
+/* One block of weights: value i is d * scale[i/16] * q[i] - dmin * min[i/16]. Blocks of 32 use no scale and no min.
+ * The largest sum over a block, 256 * 127 * 32 * 128 for Q6_K, is a sixteenth of what an int32 holds. */
+typedef struct {
+    int8_t q[256];
+    int16_t scale[16], min[16];
+    float d, dmin;
+} wblock;
+
+ALWAYS_INLINE bool type_has_min(uint32_t type) { return type == T_Q2_K || type == T_Q4_K || type == T_Q5_K; }
+
+ALWAYS_INLINE void unpack_q8_0(const uint8_t *b, wblock *u)
+{
+    u->d = f16_to_f32(load_u16(b));
+    memcpy(u->q, b + 2, 32);
+}
+
+ALWAYS_INLINE void unpack_q4_0(const uint8_t *b, wblock *u)
+{
+    u->d = f16_to_f32(load_u16(b));
+    for (int i = 0; i < 16; i++) {
+        u->q[i] = (int8_t)((b[2 + i] & 15) - 8);
+        u->q[16 + i] = (int8_t)((b[2 + i] >> 4) - 8);
+    }
+}
+
+ALWAYS_INLINE void unpack_mxfp4(const uint8_t *b, wblock *u)
+{
+    static const int8_t e2m1[16] = { 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12 };     /* doubled */
+    u->d = mxfp4_scale(b[0]);
+    for (int i = 0; i < 16; i++) {
+        u->q[i] = e2m1[b[1 + i] & 15];
+        u->q[16 + i] = e2m1[b[1 + i] >> 4];
+    }
+}
+
+/* scales and minimums of 4 bits [16], 2-bit values [64], d, dmin */
+ALWAYS_INLINE void unpack_q2_k(const uint8_t *b, wblock *u)
+{
+    for (int i = 0; i < 16; i++) {
+        u->scale[i] = b[i] & 15;
+        u->min[i] = b[i] >> 4;
+    }
+    for (int h = 0; h < 2; h++)
+        for (int k = 0; k < 4; k++)
+            for (int i = 0; i < 32; i++)
+                u->q[128 * h + 32 * k + i] = (int8_t)((b[16 + 32 * h + i] >> (2 * k)) & 3);
+    u->d = f16_to_f32(load_u16(b + 80));
+    u->dmin = f16_to_f32(load_u16(b + 82));
+}
+
+/* high bits [32], low 2 bits [64], 16 scales of 6 bits [12], d */
+ALWAYS_INLINE void unpack_q3_k(const uint8_t *b, wblock *u)
+{
+    const uint8_t *low = b + 32, *s = b + 96;
+    for (int i = 0; i < 16; i++) {
+        int lo = i < 8 ? s[i] & 15 : s[i - 8] >> 4, hi = (s[8 + (i & 3)] >> (2 * (i >> 2))) & 3;
+        u->scale[i] = (int16_t)((lo | hi << 4) - 32);
+    }
+    for (int h = 0; h < 2; h++)
+        for (int k = 0; k < 4; k++)
+            for (int i = 0; i < 32; i++)
+                u->q[128 * h + 32 * k + i] = (int8_t)(((low[32 * h + i] >> (2 * k)) & 3) + ((b[i] >> (4 * h + k)) & 1) * 4 - 4);
+    u->d = f16_to_f32(load_u16(b + 108));
+}
+
+/* The 8 scales and 8 minimums of 6 bits that Q4_K and Q5_K keep in 12 bytes, each for 32 values. */
+ALWAYS_INLINE void unpack_k_scales(const uint8_t *s, wblock *u)
+{
+    for (int i = 0; i < 4; i++) {
+        u->scale[2 * i] = u->scale[2 * i + 1] = s[i] & 63;
+        u->min[2 * i] = u->min[2 * i + 1] = s[4 + i] & 63;
+        u->scale[8 + 2 * i] = u->scale[9 + 2 * i] = (int16_t)((s[8 + i] & 15) | (s[i] >> 6) << 4);
+        u->min[8 + 2 * i] = u->min[9 + 2 * i] = (int16_t)((s[8 + i] >> 4) | (s[4 + i] >> 6) << 4);
+    }
+}
+
+/* d, dmin, scales [12], 4-bit values [128] */
+ALWAYS_INLINE void unpack_q4_k(const uint8_t *b, wblock *u)
+{
+    u->d = f16_to_f32(load_u16(b));
+    u->dmin = f16_to_f32(load_u16(b + 2));
+    unpack_k_scales(b + 4, u);
+    for (int c = 0; c < 4; c++)
+        for (int i = 0; i < 32; i++) {
+            u->q[64 * c + i] = (int8_t)(b[16 + 32 * c + i] & 15);
+            u->q[64 * c + 32 + i] = (int8_t)(b[16 + 32 * c + i] >> 4);
+        }
+}
+
+/* d, dmin, scales [12], high bits [32], low 4 bits [128] */
+ALWAYS_INLINE void unpack_q5_k(const uint8_t *b, wblock *u)
+{
+    u->d = f16_to_f32(load_u16(b));
+    u->dmin = f16_to_f32(load_u16(b + 2));
+    unpack_k_scales(b + 4, u);
+    const uint8_t *high = b + 16, *low = b + 48;
+    for (int c = 0; c < 4; c++)
+        for (int i = 0; i < 32; i++) {
+            u->q[64 * c + i] = (int8_t)((low[32 * c + i] & 15) | ((high[i] >> (2 * c)) & 1) << 4);
+            u->q[64 * c + 32 + i] = (int8_t)((low[32 * c + i] >> 4) | ((high[i] >> (2 * c + 1)) & 1) << 4);
+        }
+}
+
+/* low 4 bits [128], high 2 bits [64], scales [16], d */
+ALWAYS_INLINE void unpack_q6_k(const uint8_t *b, wblock *u)
+{
+    for (int h = 0; h < 2; h++)
+        for (int i = 0; i < 64; i++) {
+            int low = b[64 * h + i], high = b[128 + 32 * h + (i & 31)] >> (i < 32 ? 0 : 2);
+            u->q[128 * h + i] = (int8_t)(((low & 15) | (high & 3) << 4) - 32);
+            u->q[128 * h + 64 + i] = (int8_t)(((low >> 4) | ((high >> 4) & 3) << 4) - 32);
+        }
+    for (int i = 0; i < 16; i++)
+        u->scale[i] = (int8_t)b[192 + i];
+    u->d = f16_to_f32(load_u16(b + 208));
+}
+
+/* d, then for 32 values each: 4 code words of 8 magnitudes [4 bytes], 4 times 7 sign bits and a 4-bit scale [4 bytes].
+ * The value is d/4 * (1/2 + scale) * magnitude = d/8 * (1 + 2 scale) * magnitude. */
+ALWAYS_INLINE void unpack_iq2_xxs(const uint8_t *b, wblock *u)
+{
+    u->d = f16_to_f32(load_u16(b)) * 0.125f;
+    for (int g = 0; g < 8; g++) {
+        const uint8_t *code = b + 2 + 8 * g;
+        uint32_t rest = load_u32(code + 4);
+        u->scale[2 * g] = u->scale[2 * g + 1] = (int16_t)(1 + 2 * (rest >> 28));
+        for (int k = 0; k < 4; k++) {
+            uint32_t sign = (rest >> (7 * k)) & 127, parity = sign ^ (sign >> 4);
+            parity ^= parity >> 2;
+            parity ^= parity >> 1;
+            sign |= (parity & 1) << 7;
+            uint64_t word = iq2_grid[code[k]];
+            for (int i = 0; i < 8; i++) {
+                int v = (int)((word >> (8 * i)) & 255);
+                u->q[32 * g + 8 * k + i] = (int8_t)((sign >> i) & 1 ? -v : v);
+            }
+        }
+    }
+}
+
+ALWAYS_INLINE void unpack(uint32_t type, const uint8_t *b, wblock *u)
+{
+    switch (type) {
+    case T_Q8_0: unpack_q8_0(b, u); break;
+    case T_Q4_0: unpack_q4_0(b, u); break;
+    case T_MXFP4: unpack_mxfp4(b, u); break;
+    case T_Q2_K: unpack_q2_k(b, u); break;
+    case T_Q3_K: unpack_q3_k(b, u); break;
+    case T_Q4_K: unpack_q4_k(b, u); break;
+    case T_Q5_K: unpack_q5_k(b, u); break;
+    case T_Q6_K: unpack_q6_k(b, u); break;
+    case T_IQ2_XXS: unpack_iq2_xxs(b, u); break;
+    default: break;
+    }
+}
+
+/* ---- 4.5 Bodies, one for all instruction sets -------------------------------------------------------------------- */
+
+ALWAYS_INLINE float join_lanes(const float *acc)
+{
+    float t[8];
+    for (int l = 0; l < 8; l++)
+        t[l] = acc[l] + acc[l + 8];
+    for (int l = 0; l < 4; l++)
+        t[l] += t[l + 4];
+    return (t[0] + t[2]) + (t[1] + t[3]);
+}
+
+ALWAYS_INLINE float dot_body(int64_t n, const float *a, const float *b)
+{
+    float acc[LANES] = { 0 };
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++)
+            acc[l] = __builtin_fmaf(a[i + l], b[i + l], acc[l]);
+    for (int l = 0; i + l < n; l++)
+        acc[l] = __builtin_fmaf(a[i + l], b[i + l], acc[l]);
+    return join_lanes(acc);
+}
+
+/* Where value i of an int8 row of n lies. With one scale for 256 values: at i. With one for 32, a group of 16 blocks is
+ * stored as 8 words of 4 values from each of its blocks in turn, so that a vector's lanes are blocks and no sum crosses
+ * lanes; the last group may have fewer blocks. */
+ALWAYS_INLINE int64_t act_offset(act_kind kind, int64_t n, int64_t i)
+{
+    if (kind != ACT_Q32)
+        return i;
+    int64_t block = i / 32, group = block / LANES, left = n / 32 - group * LANES;
+    int64_t lanes = left < LANES ? left : LANES;
+    return group * (32 * LANES) + (i % 32) / 4 * (4 * lanes) + block % LANES * 4 + i % 4;
+}
+
+/* One block of activations to int8: d = amax/127, q = x * (127/amax), half to even, in natural order.
+ * A block that holds a NaN or an infinity gets the scale NaN, so that it reaches the output; one whose largest value is
+ * below 2^-116 counts as zero, so that 127/amax is finite. */
+ALWAYS_INLINE float quantise_block(int n, const float *x, int8_t *q)
+{
+    uint32_t top = 0;
+    for (int i = 0; i < n; i++) {
+        uint32_t a = bits_of(x[i]) & 0x7fffffff;
+        top = a > top ? a : top;
+    }
+    if (top >= INF_BITS || top < 0x05800000u) {
+        memset(q, 0, (size_t)n);
+        return top >= INF_BITS ? float_of(NAN_BITS) : 0.0f;
+    }
+    float inverse = 127.0f / float_of(top);
+    for (int i = 0; i < n; i++)
+        q[i] = (int8_t)(int32_t)(bits_of(x[i] * inverse + ROUNDER) - bits_of(ROUNDER));
+    return float_of(top) / 127.0f;
+}
+
+ALWAYS_INLINE void quantise_body(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum)
+{
+    if (kind == ACT_FLOAT)
+        return;
+    const int block = kind == ACT_Q32 ? 32 : 256;
+    for (int64_t b = 0; b < n / block; b++) {
+        int8_t v[256];
+        d[b] = quantise_block(block, x + b * block, v);
+        for (int s = 0; s < block / 16; s++) {
+            int t = 0;
+            for (int i = 0; i < 16; i++)
+                t += v[16 * s + i];
+            sum[b * (block / 16) + s] = (int16_t)t;
+        }
+        if (kind == ACT_Q256)
+            memcpy(q + b * 256, v, 256);
+        else
+            for (int i = 0; i < 32; i += 4)
+                memcpy(q + act_offset(kind, n, b * 32 + i), v + i, 4);
+    }
+}
+
+ALWAYS_INLINE void dequantise_body(uint32_t type, int64_t n, const uint8_t *w, float *out)
+{
+    const type_info *t = type_find(type);
+    if (t == NULL || t->act == ACT_FLOAT) {
+        for (int64_t i = 0; i < n; i++)
+            out[i] = type == T_F16 ? f16_to_f32(load_u16(w + 2 * i)) : type == T_BF16 ? bf16_to_f32(load_u16(w + 2 * i))
+                   : float_of(load_u32(w + 4 * i));
+        return;
+    }
+    wblock u = { .d = 0 };
+    for (int64_t b = 0; b < n / t->block; b++) {
+        unpack(type, w + b * t->bytes, &u);
+        for (int i = 0; i < t->block; i++) {
+            float d = t->block == 32 ? u.d : u.d * (float)u.scale[i / 16];
+            float v = d * (float)u.q[i];
+            out[b * t->block + i] = type_has_min(type) ? v - u.dmin * (float)u.min[i / 16] : v;
+        }
+    }
+}
+
+ALWAYS_INLINE void axpy_body(int64_t n, float a, const float *x, float *y)
+{
+    for (int64_t i = 0; i < n; i++)
+        y[i] = __builtin_fmaf(a, x[i], y[i]);
+}
+
+ALWAYS_INLINE void scale_mul_body(int64_t n, float s, const float *x, const float *w, float *y)
+{
+    if (w == NULL)
+        for (int64_t i = 0; i < n; i++)
+            y[i] = x[i] * s;
+    else
+        for (int64_t i = 0; i < n; i++)
+            y[i] = (x[i] * s) * w[i];
+}
+
+/* exp(x - max) / (their sum + exp(sink - max)); the sum in lanes, the sink last. NaN or +inf anywhere gives NaN. */
+ALWAYS_INLINE void softmax_step_body(int64_t n, const float *x, const float *v, const float *max, float *sum, float *out)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float e = f_exp(x[i] - max[i]);
+        sum[i] += e;
+        out[i] = __builtin_fmaf(e, v[i], out[i]);
+    }
+}
+
+ALWAYS_INLINE void softmax_body(int64_t n, float *x, float sink, bool has_sink)
+{
+    float lane[LANES], max = has_sink ? sink : float_of(0xff800000u);
+    for (int l = 0; l < LANES; l++)
+        lane[l] = max;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++)
+            lane[l] = x[i + l] > lane[l] ? x[i + l] : lane[l];
+    for (int l = 0; i + l < n; l++)
+        lane[l] = x[i + l] > lane[l] ? x[i + l] : lane[l];
+    for (int l = 0; l < LANES; l++)
+        max = lane[l] > max ? lane[l] : max;
+    for (i = 0; i < n; i++)
+        x[i] = f_exp(x[i] - max);
+    memset(lane, 0, sizeof lane);
+    for (i = 0; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++)
+            lane[l] += x[i + l];
+    for (int l = 0; i + l < n; l++)
+        lane[l] += x[i + l];
+    float sum = join_lanes(lane);
+    if (has_sink)
+        sum += f_exp(sink - max);
+    for (i = 0; i < n; i++)
+        x[i] /= sum;
+}
+
+/* silu(min(gate, L)) * clip(up, -L, L); NaN goes through. */
+ALWAYS_INLINE void swiglu_body(int64_t n, const float *gate, const float *up, float limit, float *out)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float g = gate[i] > limit ? limit : gate[i];
+        float u = up[i] > limit ? limit : up[i];
+        u = u < -limit ? -limit : u;
+        out[i] = g / (1.0f + f_exp(-g)) * u;
+    }
+}
+
+ALWAYS_INLINE void sigmoid_body(int64_t n, const float *x, float *y)
+{
+    for (int64_t i = 0; i < n; i++)
+        y[i] = f_sigmoid(x[i]);
+}
+
+ALWAYS_INLINE void f16_load_body(int64_t n, const uint16_t *x, float *y)
+{
+    for (int64_t i = 0; i < n; i++)
+        y[i] = f16_to_f32(x[i]);
+}
+
+ALWAYS_INLINE void f16_store_body(int64_t n, const float *x, uint16_t *y)
+{
+    for (int64_t i = 0; i < n; i++)
+        y[i] = f32_to_f16(x[i]);
+}
+
+/* FP8 E4M3 has no infinity: both NaN and infinity are stored as its NaN, and only finite values choose the scale. */
+ALWAYS_INLINE void fp8_store_body(int64_t n, const float *x, uint8_t *y, uint8_t *e8m0)
+{
+    for (int64_t b = 0; b < n / 64; b++) {
+        const float *v = x + 64 * b;
+        uint32_t top = 0x38d1b717u;                                     /* 1e-4f */
+        for (int i = 0; i < 64; i++) {
+            uint32_t a = bits_of(v[i]) & 0x7fffffff;
+            a = a < INF_BITS ? a : 0;
+            top = a > top ? a : top;
+        }
+        /* top / 448 = (mantissa / 1.75) * 2^(exponent - 8): rounded up to a power of two without dividing */
+        uint32_t e = (top >> 23) - 8 + ((top & 0x7fffff) > 0x600000 ? 1 : 0);
+        e8m0[b] = (uint8_t)e;
+        float inverse = float_of((254 - e) << 23);
+        for (int i = 0; i < 64; i++) {
+            uint32_t u = bits_of(v[i] * inverse), a = u & 0x7fffffff, s = (u >> 24) & 0x80;
+            bool finite = a < INF_BITS;
+            a = a < 0x43e00000u ? a : 0x43e00000u;                      /* 448, the largest */
+            uint32_t normal = ((a + 0x7ffff + ((a >> 20) & 1)) >> 20) - (120u << 3);
+            uint32_t tiny = bits_of(float_of(a) + 16384.0f) - bits_of(16384.0f);        /* rounds to a multiple of 2^-9 */
+            uint32_t code = !finite ? 0x7f : a >= 0x3c800000u ? normal : tiny;
+            y[64 * b + i] = (uint8_t)(s | code);
+        }
+    }
+}
+
+ALWAYS_INLINE float fp8_to_f32(uint32_t c)
+{
+    uint32_t em = c & 0x7f, normal = (em << 20) + (120u << 23), tiny = bits_of((float)(int32_t)em * 0x1p-9f);
+    uint32_t u = em == 0x7f ? NAN_BITS : em >= 8 ? normal : tiny;
+    return float_of((c & 0x80) << 24 | u);
+}
+
+ALWAYS_INLINE void fp8_load_body(int64_t n, const uint8_t *x, const uint8_t *e8m0, float *y)
+{
+    for (int64_t b = 0; b < n / 64; b++) {
+        uint32_t e = e8m0[b];
+        float scale = float_of(e == 0 ? 0x00400000u : e == 255 ? NAN_BITS : e << 23);
+        for (int i = 0; i < 64; i++)
+            y[64 * b + i] = fp8_to_f32(x[64 * b + i]) * scale;
+    }
+}
+
+ALWAYS_INLINE bool all_finite_body(int64_t n, const float *x)
+{
+    uint32_t top = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t a = bits_of(x[i]) & 0x7fffffff;
+        top = a > top ? a : top;
+    }
+    return top < INF_BITS;
+}
+
+/* Two passes that vectorise: the largest value as an ordered integer, then the first index that holds it. */
+ALWAYS_INLINE int64_t argmax_body(int64_t n, const float *x)
+{
+    int32_t best = INT32_MIN;
+    uint32_t top = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t u = bits_of(x[i]), a = u & 0x7fffffff;
+        int32_t key = (int32_t)(u >> 31 ? ~a : u);
+        best = key > best ? key : best;
+        top = a > top ? a : top;
+    }
+    if (n <= 0 || top >= INF_BITS)
+        return -1;
+    float max = float_of(best < 0 ? ~(uint32_t)best | 0x80000000u : (uint32_t)best);
+    for (int64_t i = 0; i < n; i += 64) {
+        int64_t end = i + 64 < n ? i + 64 : n;
+        uint32_t found = 0;
+        for (int64_t k = i; k < end; k++)
+            found |= x[k] == max;                                       /* -0 equals 0 */
+        if (found)
+            for (int64_t k = i; ; k++)
+                if (x[k] == max)
+                    return k;
+    }
+    return -1;
+}
+
+/* ---- 4.6 Matrix products, the plain ones ------------------------------------------------------------------------- */
+
+/* A product is computed in tiles: the weight rows w + o*w_stride, o < n_out, against m <= TILE activation rows r[j], into
+ * out[j*ldo + o]. What is unpacked of the weights serves all rows of a tile. */
+#define TILE 16
+#define TILE_ARGS int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x, const int64_t *r, int m, \
+                  float *out, size_t ldo
+typedef void tile_fn(TILE_ARGS);
+
+/* Element i onwards of a row of float weights of any kind against a row of activations, after what `acc` holds already. */
+ALWAYS_INLINE float float_dot_from(uint32_t type, int64_t n, int64_t i, const uint8_t *w, const float *x, float *acc)
+{
+    for (; i < n; i += LANES) {
+        int64_t lanes = n - i < LANES ? n - i : LANES;
+        for (int l = 0; l < lanes; l++) {
+            float v = type == T_F16 ? f16_to_f32(load_u16(w + 2 * (i + l)))
+                    : type == T_BF16 ? bf16_to_f32(load_u16(w + 2 * (i + l))) : float_of(load_u32(w + 4 * (i + l)));
+            acc[l] = __builtin_fmaf(v, x[i + l], acc[l]);
+        }
+    }
+    return join_lanes(acc);
+}
+
+/* A block of weights against block b of activation row r: adds to the block's lane. */
+ALWAYS_INLINE void block_dot(uint32_t type, const type_info *t, int64_t n, const wblock *u, const acts *x, int64_t r,
+                             int64_t b, float *acc)
+{
+    const int8_t *q = x->q + r * n;
+    const int16_t *sum = x->sum + r * (n / 16) + b * (t->block / 16);
+    float scale = x->d[r * (n / t->block) + b];
+    int32_t dot = 0, min = 0;
+    if (t->block == 32) {
+        for (int i = 0; i < 32; i++)
+            dot += u->q[i] * q[act_offset(ACT_Q32, n, b * 32 + i)];
+    } else {
+        for (int s = 0; s < 16; s++) {
+            int32_t part = 0;
+            for (int i = 0; i < 16; i++)
+                part += u->q[16 * s + i] * q[b * 256 + 16 * s + i];
+            dot += part * u->scale[s];
+        }
+    }
+    float *lane = acc + b % LANES;
+    *lane = __builtin_fmaf((float)dot, u->d * scale, *lane);
+    if (type_has_min(type)) {
+        for (int s = 0; s < 16; s++)
+            min += sum[s] * u->min[s];
+        *lane = __builtin_fmaf(-(float)min, u->dmin * scale, *lane);
+    }
+}
+
+ALWAYS_INLINE void tile_body(uint32_t type, TILE_ARGS)
+{
+    const type_info *t = type_find(type);
+    for (int o = 0; o < n_out; o++) {
+        const uint8_t *row = w + (size_t)o * w_stride;
+        float acc[TILE][LANES] = { 0 };
+        for (int64_t b = 0; t->act != ACT_FLOAT && b < n / t->block; b++) {
+            wblock u = { .d = 0 };
+            unpack(type, row + b * t->bytes, &u);
+            for (int j = 0; j < m; j++)
+                block_dot(type, t, n, &u, x, r[j], b, acc[j]);
+        }
+        for (int j = 0; j < m; j++)
+            out[(size_t)j * ldo + (size_t)o] = t->act == ACT_FLOAT
+                ? float_dot_from(type, n, 0, row, x->f + r[j] * n, acc[j]) : join_lanes(acc[j]);
+    }
+}
+
+/* The products of all rows, tile by tile: few weight rows at a time, so that they stay in the first cache while the
+ * activations pass, and a tile of activations in the second. */
+static void mat_tiles(tile_fn *tile, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,
+                      const int32_t *rows, int m, float *out, size_t ldo)
+{
+    const int step = m <= TILE ? n_out : 8;
+    for (int o = 0; o < n_out; o += step)
+        for (int j = 0; j < m; j += TILE) {
+            int64_t r[TILE];
+            const int count = m - j < TILE ? m - j : TILE;
+            for (int k = 0; k < count; k++)
+                r[k] = rows ? rows[j + k] : j + k;
+            tile(n, w + (size_t)o * w_stride, w_stride, n_out - o < step ? n_out - o : step, x, r, count,
+                 out + (size_t)j * ldo + (size_t)o, ldo);
+        }
+}
+
+/* The tiles of every type, for one instruction set. */
+typedef struct { tile_fn *f32, *f16, *bf16, *q4_0, *q8_0, *mxfp4, *q2_k, *q3_k, *q4_k, *q5_k, *q6_k, *iq2_xxs; } tile_set;
+
+static tile_fn *tile_for(const tile_set *s, uint32_t type)
+{
+    switch (type) {
+    case T_F16: return s->f16;
+    case T_BF16: return s->bf16;
+    case T_Q4_0: return s->q4_0;
+    case T_Q8_0: return s->q8_0;
+    case T_MXFP4: return s->mxfp4;
+    case T_Q2_K: return s->q2_k;
+    case T_Q3_K: return s->q3_k;
+    case T_Q4_K: return s->q4_k;
+    case T_Q5_K: return s->q5_k;
+    case T_Q6_K: return s->q6_k;
+    case T_IQ2_XXS: return s->iq2_xxs;
+    default: return s->f32;
+    }
+}
+
+/* A tile of one type: `body` compiled for it alone, with the instructions that `attr` names. */
+#define TILE_FN(name, attr, body, type) \
+    attr static void name(TILE_ARGS) { body(type, n, w, w_stride, n_out, x, r, m, out, ldo); }
+#define TILE_SET(isa, attr, float_body, q32_body, q256_body)                                                             \
+    TILE_FN(tile_f32_##isa, attr, float_body, T_F32)                                                                     \
+    TILE_FN(tile_f16_##isa, attr, float_body, T_F16)                                                                     \
+    TILE_FN(tile_bf16_##isa, attr, float_body, T_BF16)                                                                   \
+    TILE_FN(tile_q4_0_##isa, attr, q32_body, T_Q4_0)                                                                     \
+    TILE_FN(tile_q8_0_##isa, attr, q32_body, T_Q8_0)                                                                     \
+    TILE_FN(tile_mxfp4_##isa, attr, q32_body, T_MXFP4)                                                                   \
+    TILE_FN(tile_q2_k_##isa, attr, q256_body, T_Q2_K)                                                                    \
+    TILE_FN(tile_q3_k_##isa, attr, q256_body, T_Q3_K)                                                                    \
+    TILE_FN(tile_q4_k_##isa, attr, q256_body, T_Q4_K)                                                                    \
+    TILE_FN(tile_q5_k_##isa, attr, q256_body, T_Q5_K)                                                                    \
+    TILE_FN(tile_q6_k_##isa, attr, q256_body, T_Q6_K)                                                                    \
+    TILE_FN(tile_iq2_xxs_##isa, attr, q256_body, T_IQ2_XXS)                                                              \
+    static const tile_set tiles_##isa = {                                                                                \
+        tile_f32_##isa, tile_f16_##isa, tile_bf16_##isa, tile_q4_0_##isa, tile_q8_0_##isa, tile_mxfp4_##isa,             \
+        tile_q2_k_##isa, tile_q3_k_##isa, tile_q4_k_##isa, tile_q5_k_##isa, tile_q6_k_##isa, tile_iq2_xxs_##isa,         \
+    };
+
+TILE_SET(scalar, , tile_body, tile_body, tile_body)
+
+/* ---- 4.7 Matrix products with AVX-512 (VNNI) ---------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
+#define INLINE_512 ALWAYS_INLINE TARGET_AVX512
+
+INLINE_512 float join_512(__m512 a)
+{
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+
+INLINE_512 __mmask16 first_lanes(int64_t lanes) { return (__mmask16)(lanes >= LANES ? 0xffff : (1u << lanes) - 1); }
+
+/* 16 weights of a float type. */
+INLINE_512 __m512 load_floats_512(uint32_t type, const uint8_t *w, int64_t i)
+{
+    if (type == T_F32)
+        return _mm512_loadu_ps(w + 4 * i);
+    const __m256i h = _mm256_loadu_si256((const void *)(w + 2 * i));
+    return type == T_F16 ? _mm512_cvtph_ps(h) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+
+/* O rows of float weights against J rows of activations, the sums in registers. */
+INLINE_512 void floats_512(uint32_t type, const int O, const int J, int64_t n, const uint8_t *w, size_t w_stride,
+                           const acts *x, const int64_t *r, float *out, size_t ldo)
+{
+    __m512 acc[4][4];
+    UNROLL for (int k = 0; k < O * J; k++)
+        acc[k / J][k % J] = _mm512_setzero_ps();
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        __m512 v[4];
+        UNROLL for (int j = 0; j < J; j++)
+            v[j] = _mm512_loadu_ps(x->f + r[j] * n + i);
+        UNROLL for (int o = 0; o < O; o++) {
+            const __m512 a = load_floats_512(type, w + (size_t)o * w_stride, i);
+            UNROLL for (int j = 0; j < J; j++)
+                acc[o][j] = _mm512_fmadd_ps(a, v[j], acc[o][j]);
+        }
+    }
+    UNROLL for (int o = 0; o < O; o++)
+        UNROLL for (int j = 0; j < J; j++) {
+            float lanes[LANES], *to = out + (size_t)j * ldo + o;
+            _mm512_storeu_ps(lanes, acc[o][j]);
+            *to = i == n ? join_512(acc[o][j]) : float_dot_from(type, n, i, w + (size_t)o * w_stride, x->f + r[j] * n, lanes);
+        }
+}
+
+INLINE_512 void float_tile_512(uint32_t type, TILE_ARGS)
+{
+    for (int o = 0; o < n_out; ) {
+        const int rows = n_out - o >= 4 ? 4 : 1;
+        const uint8_t *p = w + (size_t)o * w_stride;
+        for (int j = 0; j < m; ) {
+            const int count = m - j >= 4 ? 4 : m - j >= 2 && rows == 4 ? 2 : 1;
+            float *to = out + (size_t)j * ldo + o;
+            if (rows == 4 && count == 4)
+                floats_512(type, 4, 4, n, p, w_stride, x, r + j, to, ldo);
+            else if (rows == 4 && count == 2)
+                floats_512(type, 4, 2, n, p, w_stride, x, r + j, to, ldo);
+            else if (rows == 4)
+                floats_512(type, 4, 1, n, p, w_stride, x, r + j, to, ldo);
+            else if (count == 4)
+                floats_512(type, 1, 4, n, p, w_stride, x, r + j, to, ldo);
+            else
+                floats_512(type, 1, 1, n, p, w_stride, x, r + j, to, ldo);
+            j += count;
+        }
+        o += rows;
+    }
+}
+
+/* Weights of 32-value types, 16 blocks at a time: w[k] holds values 4k .. 4k+3 of every block, a block a lane, as
+ * unsigned bytes that are `offset` too large; scale the blocks' scales. It is the order of act_offset. */
+typedef struct { __m512i w[8]; __m512 scale; } group512;
+
+/* 16 bytes from each of 16 blocks, as four vectors whose lane b is the k-th word of block b. */
+INLINE_512 void gather_words_512(const uint8_t *b, int64_t size, int64_t blocks, __m512i w[4])
+{
+    __m512i r[4];
+    for (int i = 0; i < 4; i++) {
+        const uint8_t *p[4];
+        for (int c = 0; c < 4; c++)         /* no block beyond the row's last is read: its lanes repeat that one */
+            p[c] = b + size * (4 * c + i < blocks ? 4 * c + i : blocks - 1);
+        r[i] = _mm512_castsi128_si512(_mm_loadu_si128((const void *)p[0]));
+        r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x00f0, _mm_loadu_si128((const void *)p[1]));
+        r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x0f00, _mm_loadu_si128((const void *)p[2]));
+        r[i] = _mm512_mask_broadcast_i32x4(r[i], 0xf000, _mm_loadu_si128((const void *)p[3]));
+    }
+    __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), c = _mm512_unpackhi_epi32(r[0], r[1]);
+    __m512i d = _mm512_unpacklo_epi32(r[2], r[3]), e = _mm512_unpackhi_epi32(r[2], r[3]);
+    w[0] = _mm512_unpacklo_epi64(a, d);
+    w[1] = _mm512_unpackhi_epi64(a, d);
+    w[2] = _mm512_unpacklo_epi64(c, e);
+    w[3] = _mm512_unpackhi_epi64(c, e);
+}
+
+INLINE_512 void unpack_group_512(uint32_t type, const uint8_t *b, int64_t blocks, group512 *u)
+{
+    const int64_t size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
+    if (type == T_Q8_0) {
+        gather_words_512(b + 2, size, blocks, u->w);
+        gather_words_512(b + 18, size, blocks, u->w + 4);
+        for (int k = 0; k < 8; k++)
+            u->w[k] = _mm512_xor_si512(u->w[k], _mm512_set1_epi8((char)0x80));
+    } else {
+        const __m512i low = _mm512_set1_epi8(15);
+        const __m512i e2m1 = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+        gather_words_512(b + size - 16, size, blocks, u->w);
+        for (int k = 0; k < 4; k++) {
+            u->w[k + 4] = _mm512_and_si512(_mm512_srli_epi16(u->w[k], 4), low);
+            u->w[k] = _mm512_and_si512(u->w[k], low);
+        }
+        for (int k = 0; k < 8 && type == T_MXFP4; k++)
+            u->w[k] = _mm512_shuffle_epi8(e2m1, u->w[k]);
+    }
+    float scale[LANES] = { 0 };
+    if (type == T_MXFP4) {
+        for (int64_t i = 0; i < blocks; i++)
+            scale[i] = mxfp4_scale(b[size * i]);
+        u->scale = _mm512_loadu_ps(scale);
+    } else {
+        const __m512i at = _mm512_mullo_epi32(_mm512_set1_epi32((int)size),
+                                              _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+        __m512i s = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), first_lanes(blocks), at, (const void *)b, 1);
+        u->scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(s));
+    }
+}
+
+/* One row of a 32-value type against a tile of activations. */
+INLINE_512 void row_q32_512(uint32_t type, int64_t n, const uint8_t *w, const acts *x, const int64_t *r, int m, float *out,
+                            size_t ldo)
+{
+    const int size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17, offset = type == T_Q8_0 ? 128 : type == T_Q4_0 ? 8 : 12;
+    const __m512i minus_offset = _mm512_set1_epi16((int16_t)-offset);
+    __m512 acc[TILE];
+    for (int j = 0; j < m; j++)
+        acc[j] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < n / 32; b += LANES) {
+        const int64_t left = n / 32 - b, blocks = left < LANES ? left : LANES;
+        const __mmask16 mask = first_lanes(blocks);
+        group512 u;
+        if (blocks == LANES)
+            unpack_group_512(type, w + b * size, LANES, &u);
+        else
+            unpack_group_512(type, w + b * size, blocks, &u);
+        for (int j = 0; j < m; j++) {
+            const int8_t *q = x->q + r[j] * n + b * 32;
+            const __m512i sums = _mm512_maskz_loadu_epi32(mask, x->sum + r[j] * (n / 16) + 2 * b);
+            __m512i dot = _mm512_madd_epi16(sums, minus_offset);
+            for (int k = 0; k < 8; k++)
+                dot = _mm512_dpbusd_epi32(dot, u.w[k], _mm512_maskz_loadu_epi32(mask, q + k * 4 * blocks));
+            const __m512 scale = _mm512_mul_ps(u.scale, _mm512_maskz_loadu_ps(mask, x->d + r[j] * (n / 32) + b));
+            acc[j] = _mm512_mask3_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, acc[j], mask);
+        }
+    }
+    for (int j = 0; j < m; j++)
+        out[(size_t)j * ldo] = join_512(acc[j]);
+}
+
+/* A block of 256 weights: unsigned bytes; the scale of each word of four as a pair (scale, 0) of int16, so that one
+ * vpdpwssd multiplies a word's sum, which fits in int16, by it and adds; a minimum for each 16 values; and, for IQ2_XXS,
+ * whose bytes are magnitudes, where the weights are negative. For types without minimums but with unsigned bytes that are
+ * too large by a constant, `min` is scale times that constant and belongs to the same sum. */
+typedef struct { __m512i w[4], scale[4]; __m256i min; __mmask64 negative[4]; } wblock512;
+
+ALWAYS_INLINE bool type_has_offset(uint32_t type) { return type == T_Q3_K || type == T_Q6_K; }
+
+/* Counts for the 16-bit lanes of a vector: `a` in its lower half, `b` in its upper one. */
+INLINE_512 __m512i halves_16(int a, int b)
+{
+    return _mm512_inserti64x4(_mm512_set1_epi16((int16_t)a), _mm256_set1_epi16((int16_t)b), 1);
+}
+
+INLINE_512 __m512i halves_32(int a, int b)
+{
+    return _mm512_inserti64x4(_mm512_set1_epi32(a), _mm256_set1_epi32(b), 1);
+}
+
+INLINE_512 __m512i twice(const uint8_t *p) { return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)p)); }
+
+/* Scales for 16 values each, 16 of them as int16, to the words they belong to. */
+INLINE_512 void spread_scales_512(__m256i s, wblock512 *u)
+{
+    const __m512i wide = _mm512_cvtepu16_epi32(s), lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    for (int c = 0; c < 4; c++)
+        u->scale[c] = _mm512_permutexvar_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(4 * c)), wide);
+}
+
+/* Scales for 32 values each, 8 of them as int32, likewise. */
+INLINE_512 void spread_wide_scales_512(__m256i s, wblock512 *u)
+{
+    const __m512i wide = _mm512_castsi256_si512(s);
+    for (int c = 0; c < 4; c++)
+        u->scale[c] = _mm512_permutexvar_epi32(halves_32(2 * c, 2 * c + 1), wide);
+}
+
+/* Bits 2 of four of a block's 2-bit values: 64 of each c, as unpack_q2_k and unpack_q3_k say. */
+INLINE_512 void two_bits_512(const uint8_t *p, wblock512 *u)
+{
+    for (int c = 0; c < 4; c++)
+        u->w[c] = _mm512_and_si512(_mm512_srlv_epi16(twice(p + 32 * (c / 2)), halves_16(4 * (c & 1), 4 * (c & 1) + 2)),
+                                   _mm512_set1_epi8(3));
+}
+
+/* Bit (or bits) `from` of each byte of v moved to `to`, in each half of the vector from another place, and or'ed in. */
+INLINE_512 __m512i or_bits_512(__m512i into, __m512i v, int from_a, int from_b, int to, int mask)
+{
+    v = _mm512_rorv_epi32(v, halves_32((from_a - to) & 31, (from_b - to) & 31));
+    return _mm512_or_si512(into, _mm512_and_si512(v, _mm512_set1_epi8((char)mask)));
+}
+
+INLINE_512 void unpack_q2_k_512(const uint8_t *b, wblock512 *u)
+{
+    const __m128i s = _mm_loadu_si128((const void *)b), low = _mm_set1_epi8(15);
+    spread_scales_512(_mm256_cvtepu8_epi16(_mm_and_si128(s, low)), u);
+    u->min = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(s, 4), low));
+    two_bits_512(b + 16, u);
+}
+
+INLINE_512 void unpack_q3_k_512(const uint8_t *b, wblock512 *u)
+{
+    const uint32_t lo = 0x0f0f0f0f, hi = 0x30303030, s0 = load_u32(b + 96), s1 = load_u32(b + 100), t = load_u32(b + 104);
+    const __m128i s = _mm_setr_epi32((int)((s0 & lo) | (t << 4 & hi)), (int)((s1 & lo) | (t << 2 & hi)),
+                                     (int)((s0 >> 4 & lo) | (t & hi)), (int)((s1 >> 4 & lo) | (t >> 2 & hi)));
+    const __m256i scale = _mm256_cvtepi8_epi16(_mm_sub_epi8(s, _mm_set1_epi8(32)));
+    spread_scales_512(scale, u);
+    u->min = _mm256_slli_epi16(scale, 2);
+    two_bits_512(b + 32, u);
+    for (int c = 0; c < 4; c++)
+        u->w[c] = or_bits_512(u->w[c], twice(b), 2 * c, 2 * c + 1, 2, 4);
+}
+
+/* The scales and minimums of Q4_K and Q5_K (unpack_k_scales). */
+INLINE_512 void unpack_k_scales_512(const uint8_t *s, wblock512 *u)
+{
+    const uint32_t a = load_u32(s), b = load_u32(s + 4), c = load_u32(s + 8);
+    const __m128i scale = _mm_setr_epi32((int)(a & 0x3f3f3f3f), (int)((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)), 0, 0);
+    const __m128i min = _mm_setr_epi32((int)(b & 0x3f3f3f3f), (int)((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)), 0, 0);
+    spread_wide_scales_512(_mm256_cvtepu8_epi32(scale), u);
+    u->min = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(min, min));
+}
+
+INLINE_512 void four_bits_512(const uint8_t *p, wblock512 *u)
+{
+    for (int c = 0; c < 4; c++)
+        u->w[c] = _mm512_and_si512(_mm512_srlv_epi16(twice(p + 32 * c), halves_16(0, 4)), _mm512_set1_epi8(15));
+}
+
+INLINE_512 void unpack_q4_k_512(const uint8_t *b, wblock512 *u)
+{
+    unpack_k_scales_512(b + 4, u);
+    four_bits_512(b + 16, u);
+}
+
+INLINE_512 void unpack_q5_k_512(const uint8_t *b, wblock512 *u)
+{
+    unpack_k_scales_512(b + 4, u);
+    four_bits_512(b + 48, u);
+    for (int c = 0; c < 4; c++)
+        u->w[c] = or_bits_512(u->w[c], twice(b + 16), 2 * c, 2 * c + 1, 4, 16);
+}
+
+INLINE_512 void unpack_q6_k_512(const uint8_t *b, wblock512 *u)
+{
+    const __m256i scale = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(b + 192)));
+    spread_scales_512(scale, u);
+    u->min = _mm256_slli_epi16(scale, 5);
+    for (int h = 0; h < 2; h++) {
+        const __m512i low = _mm512_loadu_si512(b + 64 * h), high = twice(b + 128 + 32 * h), mask = _mm512_set1_epi8(15);
+        u->w[2 * h] = or_bits_512(_mm512_and_si512(low, mask), high, 0, 2, 4, 0x30);
+        u->w[2 * h + 1] = or_bits_512(_mm512_and_si512(_mm512_srli_epi16(low, 4), mask), high, 4, 6, 4, 0x30);
+    }
+}
+
+INLINE_512 void unpack_iq2_xxs_512(const uint8_t *b, wblock512 *u)
+{
+    /* of each 64 bits the lower half is four code words, the upper one four times 7 signs and a scale */
+    const __m512i all = _mm512_loadu_si512(b + 2);
+    const __m256i rest = _mm512_cvtepi64_epi32(_mm512_srli_epi64(all, 32));
+    spread_wide_scales_512(_mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(rest, 28), 1), _mm256_set1_epi32(1)), u);
+    __m256i sign = _mm256_and_si256(rest, _mm256_set1_epi32(0x7f));
+    for (int k = 1; k < 4; k++)
+        sign = _mm256_or_si256(sign, _mm256_and_si256(_mm256_slli_epi32(rest, k), _mm256_set1_epi32(0x7f << (8 * k))));
+    /* the eighth sign of a byte is the parity of the seven */
+    const __m256i odd = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0));
+    const __m256i folded = _mm256_and_si256(_mm256_xor_si256(sign, _mm256_srli_epi16(sign, 4)), _mm256_set1_epi8(15));
+    sign = _mm256_or_si256(sign, _mm256_shuffle_epi8(odd, folded));
+    uint64_t bits[4];
+    _mm256_storeu_si256((void *)bits, sign);
+    for (int c = 0; c < 4; c++) {
+        uint8_t code[8];
+        memcpy(code, b + 2 + 16 * c, 4);
+        memcpy(code + 4, b + 10 + 16 * c, 4);
+        u->w[c] = _mm512_i64gather_epi64(_mm512_cvtepu8_epi64(_mm_loadu_si64(code)), (const void *)iq2_grid, 8);
+        u->negative[c] = _cvtu64_mask64(bits[c]);
+    }
+}
+
+INLINE_512 void unpack_512(uint32_t type, const uint8_t *b, wblock512 *u)
+{
+    switch (type) {
+    case T_Q2_K: unpack_q2_k_512(b, u); break;
+    case T_Q3_K: unpack_q3_k_512(b, u); break;
+    case T_Q4_K: unpack_q4_k_512(b, u); break;
+    case T_Q5_K: unpack_q5_k_512(b, u); break;
+    case T_Q6_K: unpack_q6_k_512(b, u); break;
+    default: unpack_iq2_xxs_512(b, u); break;
+    }
+}
+
+/* The sums of 16 vectors of 16, the sum of v[b] in lane b. */
+INLINE_512 __m512i sum_each_512(const __m512i *v)
+{
+    __m512i x[4];
+    for (int g = 0; g < 4; g++) {
+        __m512i a[4];
+        for (int i = 0; i < 4; i++)
+            a[i] = v[4 * g + i];
+        a[0] = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+        a[2] = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+        x[g] = _mm512_add_epi32(_mm512_unpacklo_epi64(a[0], a[2]), _mm512_unpackhi_epi64(a[0], a[2]));
+    }
+    for (int g = 0; g < 4; g += 2)
+        x[g] = _mm512_add_epi32(_mm512_shuffle_i32x4(x[g], x[g + 1], 0x44), _mm512_shuffle_i32x4(x[g], x[g + 1], 0xee));
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[2], 0x88), _mm512_shuffle_i32x4(x[0], x[2], 0xdd));
+}
+
+/* The products of up to 16 blocks with one row of activations before their lanes are summed. */
+typedef struct { __m512i dot[LANES], min[LANES]; } partial512;
+
+INLINE_512 void block_dot_512(uint32_t type, const wblock512 *u, const int8_t *q, const int16_t *sum, int64_t b, partial512 *p)
+{
+    __m512i dot = _mm512_setzero_si512();
+    for (int c = 0; c < 4; c++) {
+        __m512i v = _mm512_loadu_si512(q + 64 * c);
+        if (type == T_IQ2_XXS)
+            v = _mm512_mask_sub_epi8(v, u->negative[c], _mm512_setzero_si512(), v);
+        dot = _mm512_dpwssd_epi32(dot, _mm512_dpbusd_epi32(_mm512_setzero_si512(), u->w[c], v), u->scale[c]);
+    }
+    if (type_has_min(type) || type_has_offset(type)) {
+        const __m512i s = _mm512_zextsi256_si512(_mm256_madd_epi16(u->min, _mm256_loadu_si256((const void *)sum)));
+        if (type_has_min(type))
+            p->min[b] = s;
+        else
+            dot = _mm512_sub_epi32(dot, s);
+    }
+    p->dot[b] = dot;
+}
+
+/* One row of a 256-value type against a tile of activations. */
+INLINE_512 void row_q256_512(uint32_t type, int64_t n, const uint8_t *w, const acts *x, const int64_t *r, int m, float *out,
+                             size_t ldo)
+{
+    const int size = type_find(type)->bytes;
+    const int at = type == T_Q2_K ? 80 : type == T_Q3_K ? 108 : type == T_Q6_K ? 208 : 0;   /* where d is; dmin follows */
+    __m512 acc[TILE];
+    for (int j = 0; j < m; j++)
+        acc[j] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < n / 256; g += LANES) {
+        const int64_t left = n / 256 - g, blocks = left < LANES ? left : LANES;
+        const __mmask16 mask = first_lanes(blocks);
+        partial512 part[TILE];
+        uint16_t d[LANES] = { 0 }, dmin[LANES] = { 0 };
+        for (int64_t b = 0; b < blocks; b++) {
+            const uint8_t *block = w + (g + b) * size;
+            wblock512 u;
+            unpack_512(type, block, &u);
+            d[b] = load_u16(block + at);
+            if (type_has_min(type))
+                dmin[b] = load_u16(block + at + 2);
+            for (int j = 0; j < m; j++)
+                block_dot_512(type, &u, x->q + r[j] * n + (g + b) * 256, x->sum + r[j] * (n / 16) + (g + b) * 16, b, &part[j]);
+        }
+        for (int64_t b = blocks; b < LANES; b++)
+            for (int j = 0; j < m; j++)
+                part[j].dot[b] = part[j].min[b] = _mm512_setzero_si512();
+        __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)d));
+        const __m512 min_scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)dmin));
+        if (type == T_IQ2_XXS)
+            scale = _mm512_mul_ps(scale, _mm512_set1_ps(0.125f));
+        for (int j = 0; j < m; j++) {
+            const __m512 a = _mm512_maskz_loadu_ps(mask, x->d + r[j] * (n / 256) + g);
+            const __m512 dot = _mm512_cvtepi32_ps(sum_each_512(part[j].dot));
+            acc[j] = _mm512_mask3_fmadd_ps(dot, _mm512_mul_ps(scale, a), acc[j], mask);
+            if (type_has_min(type)) {
+                const __m512 min = _mm512_cvtepi32_ps(sum_each_512(part[j].min));
+                acc[j] = _mm512_mask3_fnmadd_ps(min, _mm512_mul_ps(min_scale, a), acc[j], mask);
+            }
+        }
+    }
+    for (int j = 0; j < m; j++)
+        out[(size_t)j * ldo] = join_512(acc[j]);
+}
+
+INLINE_512 void q32_tile_512(uint32_t type, TILE_ARGS)
+{
+    for (int o = 0; o < n_out; o++)
+        row_q32_512(type, n, w + (size_t)o * w_stride, x, r, m, out + o, ldo);
+}
+
+INLINE_512 void q256_tile_512(uint32_t type, TILE_ARGS)
+{
+    for (int o = 0; o < n_out; o++)
+        row_q256_512(type, n, w + (size_t)o * w_stride, x, r, m, out + o, ldo);
+}
+
+TILE_SET(avx512, TARGET_AVX512, float_tile_512, q32_tile_512, q256_tile_512)
+#endif
+
+/* ---- 4.8 Matrix products with AVX2 ------------------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+#define TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+TILE_SET(avx2, TARGET_AVX2, tile_body, tile_body, tile_body)
+#endif
+
+/* ---- 4.9 One set of functions for each instruction set ----------------------------------------------------------- */
+
+/* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them. */
+#define KERNEL_SET(isa, attr)                                                                                            \
+    attr static void mat_##isa(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,    \
+                               const int32_t *rows, int m, float *out, size_t ldo)                                       \
+    { mat_tiles(tile_for(&tiles_##isa, type), n, w, w_stride, n_out, x, rows, m, out, ldo); }                            \
+    attr static void quantise_##isa(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum)         \
+    { if (kind == ACT_Q32) quantise_body(ACT_Q32, n, x, q, d, sum); else quantise_body(kind, n, x, q, d, sum); }         \
+    attr static void dequantise_##isa(uint32_t type, int64_t n, const uint8_t *w, float *out)                            \
+    { dequantise_body(type, n, w, out); }                                                                                \
+    attr static float dot_##isa(int64_t n, const float *a, const float *b) { return dot_body(n, a, b); }                 \
+    attr static void dots_##isa(int64_t n, const float *q, int64_t ldq, int m, const float *row, float *out, int64_t ldo)\
+    { for (int h = 0; h < m; h++) out[h * ldo] = dot_body(n, q + h * ldq, row); }                                        \
+    attr static void axpy_##isa(int64_t n, float a, const float *x, float *y) { axpy_body(n, a, x, y); }                 \
+    attr static void axpys_##isa(int64_t n, const float *a, int64_t lda, int m, const float *x, float *y, int64_t ldy)   \
+    { for (int h = 0; h < m; h++) axpy_body(n, a[h * lda], x, y + h * ldy); }                                            \
+    attr static float sum_squares_##isa(int64_t n, const float *x) { return dot_body(n, x, x); }                         \
+    attr static void scale_mul_##isa(int64_t n, float s, const float *x, const float *w, float *y)                       \
+    { scale_mul_body(n, s, x, w, y); }                                                                                   \
+    attr static void softmax_##isa(int64_t n, float *x, float sink, bool has_sink) { softmax_body(n, x, sink, has_sink); } \
+    attr static void softmax_step_##isa(int64_t n, const float *x, const float *v, const float *max, float *sum, float *out) \
+    { softmax_step_body(n, x, v, max, sum, out); }                                                                       \
+    attr static void swiglu_##isa(int64_t n, const float *gate, const float *up, float limit, float *out)                \
+    { swiglu_body(n, gate, up, limit, out); }                                                                            \
+    attr static void sigmoid_##isa(int64_t n, const float *x, float *y) { sigmoid_body(n, x, y); }                       \
+    attr static void f16_load_##isa(int64_t n, const uint16_t *x, float *y) { f16_load_body(n, x, y); }                  \
+    attr static void f16_store_##isa(int64_t n, const float *x, uint16_t *y) { f16_store_body(n, x, y); }                \
+    attr static void fp8_load_##isa(int64_t n, const uint8_t *x, const uint8_t *e, float *y) { fp8_load_body(n, x, e, y); } \
+    attr static void fp8_store_##isa(int64_t n, const float *x, uint8_t *y, uint8_t *e) { fp8_store_body(n, x, y, e); }  \
+    attr static int64_t argmax_##isa(int64_t n, const float *x) { return argmax_body(n, x); }                            \
+    attr static bool all_finite_##isa(int64_t n, const float *x) { return all_finite_body(n, x); }                       \
+    static const kernels kernels_##isa = {                                                                               \
+        #isa, mat_##isa, quantise_##isa, dequantise_##isa, dot_##isa, dots_##isa, axpy_##isa, axpys_##isa,               \
+        sum_squares_##isa, scale_mul_##isa, softmax_##isa, softmax_step_##isa, swiglu_##isa, sigmoid_##isa, f16_load_##isa, f16_store_##isa, \
+        fp8_load_##isa, fp8_store_##isa, argmax_##isa, all_finite_##isa,                                                 \
+    };
+
+KERNEL_SET(scalar, )
+#if defined(__x86_64__)
+KERNEL_SET(avx2, TARGET_AVX2)
+KERNEL_SET(avx512, TARGET_AVX512)
+#endif
+
+/* ---- 4.10 The dispatch table -------------------------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+/* Does the CPU have the instructions, and does the system save their registers (XCR0)? */
+static bool cpu_has(bool wide)
+{
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_FMA) || !(c & bit_F16C) || !(c & bit_OSXSAVE))
+        return false;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2))
+        return false;
+    const unsigned need = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+    return !wide || ((low & 0xe6) == 0xe6 && (b & need) == need && (c & bit_AVX512VNNI));
+}
+#endif
+
+/* The kernels by name, or NULL (see ds4_last_error) if there are none of that name or the CPU cannot run them. */
+static const kernels *kernels_named(const char *name)
+{
+    bool known = strcmp(name, "scalar") == 0;
+    if (known)
+        return &kernels_scalar;
+#if defined(__x86_64__)
+    for (int wide = 0; wide < 2; wide++) {
+        const kernels *k = wide ? &kernels_avx512 : &kernels_avx2;
+        if (strcmp(name, k->name) != 0)
+            continue;
+        known = true;
+        if (cpu_has(wide))
+            return k;
+    }
+#endif
+    fail(known ? "this CPU cannot run the %s kernels" : "there are no kernels called %s in this build", name);
+    return NULL;
+}
+
+/* The fastest kernels this CPU can run. */
+static const kernels *kernels_best(void)
+{
+#if defined(__x86_64__)
+    return cpu_has(true) ? &kernels_avx512 : cpu_has(false) ? &kernels_avx2 : &kernels_scalar;
+#else
+    return &kernels_scalar;
+#endif
+}
+
+/* Bytes of a row of n values: -1 if they do not fill blocks, 0 for a type that is not read. */
+static int64_t type_row_bytes(uint32_t type, int64_t n) {
+    const type_info *t = type_find(type);
+    if (!t) return 0;
+    return n % t->block ? -1 : n / t->block * t->bytes;
+}
+
+/* ============================================================================================================================
+ * 5. Tokenizer and chat template
+ *
+ * Byte-level BPE as DeepSeek's vocabularies were trained with it, equal token for token to the `tokenizers` package,
+ * and the V4 chat format on top. Relies on section 1 only.
+ *
+ * Text is bytes. A byte that is not part of well-formed UTF-8 counts, when text is split into words, as one U+FFFD (a
+ * symbol) of its own; its token is the byte's. So every byte string encodes, and the pieces of its tokens joined
+ * together are that byte string again.
+ *
+ * Control tokens (token types control and user-defined, the BOS, EOS and padding, the chat markers) stand outside BPE:
+ * no merge yields one, so text becomes one only where the caller asks for it (parse_control).
+ * ========================================================================================================================== */
+
+#include "ds4_unicode.inc"
+
+typedef struct { int32_t *v; size_t n, cap; } ids;
+
+/* What a GGUF says about its tokenizer. The strings point into the mapped file, which outlives the tokenizer. */
+typedef struct {
+    const str *tokens;
+    size_t n_tokens;
+    const int32_t *types; /* (n_tokens) 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte; NULL: all normal */
+    const str *merges;    /* (n_merges) "left right", the best first */
+    size_t n_merges;
+    str model, pre;
+    str chat_template;    /* p NULL: none, a base model */
+    int bos, eos, pad;    /* -1: none */
+    bool add_bos;         /* not consulted: it says who writes the BOS, and here that is always tok_prompt or tok_chat */
+} tok_source;
+
+enum { TOKEN_CONTROL = 3, TOKEN_USER_DEFINED = 4, TOKEN_BYTE = 6 };
+enum { MAX_CONTROL_BYTES = 512 }; /* real ones have under 64; the bound keeps the search for them linear in the text */
+enum { MAX_PROBES = 1024 };       /* an honest table needs a few dozen; the bound keeps a hostile one from stalling us */
+enum { SMALL_WORD = 48 };         /* up to this many bytes a scan for the best merge beats a heap */
+
+/* The tokens that the chat format writes, in the order of chat_marker_text. */
+enum { MARK_USER, MARK_ASSISTANT, MARK_THINK, MARK_END_THINK, MARK_DSML, MARKS };
+static const char *const chat_marker_text[MARKS] = {"<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜"};
+
+typedef struct { uint64_t key; int32_t rank, id; } merge_slot; /* key 0: free */
+typedef struct { str text; int32_t id; } control_token;
+
+/* Token texts by hash. A text that occurs twice is found as its lowest id. */
+typedef struct {
+    str *text;
+    int32_t *slot;            /* id + 1, 0: free */
+    size_t mask;
+} text_index;
+
+typedef struct tokenizer {
+    text_index index;
+    str *piece;               /* (n_tokens) the bytes a token stands for */
+    char *arena;              /* where decoded pieces lie */
+    size_t n_tokens;
+    int32_t byte_id[256];     /* the token of a single byte, -1: none */
+    merge_slot *merges;       /* open addressing by token pair */
+    size_t merge_mask;
+    control_token *controls;  /* sorted by text, each text once */
+    size_t n_controls;
+    uint32_t control_at[257]; /* control_at[b] .. control_at[b + 1]: those that begin with byte b */
+    int32_t mark[MARKS];      /* -1: not in this vocabulary */
+    int32_t bos, eos, pad;
+    str chat_template;
+} tokenizer;
+
+/* ---- small tools ---- */
+
+static int ids_reserve(ids *a, size_t more) {
+    size_t want = a->n + more, cap = a->cap + a->cap / 2;
+    if (want <= a->cap) return 0;
+    if (want < more || want > SIZE_MAX / 2 / sizeof *a->v) return fail("too many tokens");
+    if (cap < want) cap = want;
+    if (cap < 64) cap = 64;
+    int32_t *v = mem_grow(a->v, a->cap * sizeof *v, cap * sizeof *v);
+    if (!v) return -1;
+    a->v = v;
+    a->cap = cap;
+    return 0;
+}
+
+static int ids_push(ids *a, int32_t id) {
+    if (ids_reserve(a, 1)) return -1;
+    a->v[a->n++] = id;
+    return 0;
+}
+
+/* Code point at p, which is before end, and its length in bytes. What is not well-formed UTF-8 is U+FFFD, one byte long. */
+static unsigned utf8_next(const unsigned char *p, const unsigned char *end, uint32_t *cp) {
+    static const uint32_t least[5] = {0, 0, 0x80, 0x800, 0x10000};
+    unsigned c = *p, n = c < 0x80 ? 1 : c < 0xc2 ? 0 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : c < 0xf5 ? 4 : 0;
+    *cp = 0xfffd;
+    if (n == 1) *cp = c;
+    if (n <= 1 || (size_t)(end - p) < n) return 1;
+    uint32_t v = c & (0x7fu >> n);
+    for (unsigned i = 1; i < n; i++) {
+        if ((p[i] & 0xc0) != 0x80) return 1;
+        v = v << 6 | (p[i] & 0x3fu);
+    }
+    if (v < least[n] || v > 0x10ffff || (v >= 0xd800 && v < 0xe000)) return 1;
+    *cp = v;
+    return n;
+}
+
+/* ---- vocabulary ---- */
+
+/* Vocabularies spell a byte as one printable character: itself where that is printable Latin-1, else the next one from
+ * U+0100 on. The byte of such a character, -1 if it is none. */
+enum { SPELLED_MAX = 0x143 };
+static int spelled_byte(uint32_t cp) {
+    if ((cp >= '!' && cp <= '~') || (cp >= 0xa1 && cp <= 0xac) || (cp >= 0xae && cp <= 0xff)) return (int)cp;
+    if (cp < 0x100) return -1;
+    cp -= 0x100;
+    return cp < 33 ? (int)cp : cp < 33 + 34 ? (int)cp - 33 + 0x7f : cp == 33 + 34 ? 0xad : -1;
+}
+
+/* Writes the bytes a normal token spells to out (text.n bytes suffice). Text that no byte spells, as in padding tokens,
+ * stands for itself, as a control token's does. */
+static size_t spelled_bytes(str text, char *out) {
+    const unsigned char *p = (const unsigned char *)text.p, *end = p + text.n;
+    size_t n = 0;
+    while (p < end) {
+        uint32_t cp;
+        p += utf8_next(p, end, &cp);
+        int b = spelled_byte(cp);
+        if (b < 0) {
+            memcpy(out, text.p, text.n);
+            return text.n;
+        }
+        out[n++] = (char)b;
+    }
+    return n;
+}
+
+/* A token of type byte is written <0xNN>. */
+static int byte_token(str text) {
+    static const char digits[] = "0123456789ABCDEF";
+    if (text.n != 6 || memcmp(text.p, "<0x", 3) || text.p[5] != '>') return -1;
+    const char *hi = memchr(digits, text.p[3], 16), *lo = memchr(digits, text.p[4], 16);
+    return hi && lo ? (int)((hi - digits) * 16 + (lo - digits)) : -1;
+}
+
+static int tok_pieces(tokenizer *t, const tok_source *src) {
+    size_t total = 0;
+    for (size_t i = 0; i < src->n_tokens; i++) {
+        if (src->tokens[i].n > SIZE_MAX / 2 - total) return fail("tokenizer.ggml.tokens is too large");
+        total += src->tokens[i].n;
+    }
+    t->piece = mem_array(src->n_tokens, sizeof *t->piece);
+    t->arena = mem_new(total + 1);
+    if (!t->piece || !t->arena) return -1;
+    char *out = t->arena;
+    for (size_t i = 0; i < src->n_tokens; i++) {
+        str text = src->tokens[i];
+        int type = src->types ? src->types[i] : 1, byte = type == TOKEN_BYTE ? byte_token(text) : -1;
+        t->piece[i] = text;
+        if (type == TOKEN_CONTROL || type == TOKEN_USER_DEFINED || !text.n) continue;
+        t->piece[i] = (str){out, 1};
+        if (byte >= 0) *out = (char)byte;
+        else t->piece[i].n = spelled_bytes(text, out);
+        out += t->piece[i].n;
+    }
+    return 0;
+}
+
+static uint64_t text_hash(uint64_t h, str s) {
+    for (size_t i = 0; i < s.n; i++) h = (h ^ (unsigned char)s.p[i]) * 0x100000001b3u;
+    return h;
+}
+
+static size_t table_mask(size_t n) /* of a table of a power of two slots, at most half of them used */
+{
+    size_t size = 2;
+    while (size / 2 < n) size *= 2;
+    return size - 1;
+}
+
+static size_t text_slot(const text_index *x, str a, str b) {
+    uint64_t h = text_hash(text_hash(0xcbf29ce484222325u, a), b) * 0x9e3779b97f4a7c15u;
+    return (size_t)(h >> 32 ^ h) & x->mask;
+}
+
+/* The id of the text a followed by b, -1 if it is no token. */
+static int32_t text_find(const text_index *x, str a, str b) {
+    size_t at = text_slot(x, a, b);
+    for (size_t k = 0; k < MAX_PROBES && x->slot[at]; k++, at = (at + 1) & x->mask) {
+        str s = x->text[x->slot[at] - 1];
+        if (s.n == a.n + b.n && !memcmp(s.p, a.p, a.n) && !memcmp(s.p + a.n, b.p, b.n)) return x->slot[at] - 1;
+    }
+    return -1;
+}
+
+static int text_index_new(text_index *x, const str *text, size_t n) {
+    x->mask = table_mask(n);
+    x->slot = mem_array(x->mask + 1, sizeof *x->slot);
+    x->text = mem_array(n, sizeof *x->text);
+    if (!x->slot || !x->text) return -1;
+    memcpy(x->text, text, n * sizeof *x->text);
+    for (size_t i = 0; i < n; i++) {
+        if (!text[i].n || text_find(x, text[i], str_of("")) >= 0) continue;
+        size_t at = text_slot(x, text[i], str_of("")), k = 0;
+        while (x->slot[at] && ++k < MAX_PROBES) at = (at + 1) & x->mask;
+        if (x->slot[at]) return fail("tokenizer.ggml.tokens[%zu]: too many tokens with one hash", i);
+        x->slot[at] = (int32_t)i + 1;
+    }
+    return 0;
+}
+
+/* ---- control tokens ---- */
+
+static int control_order(const void *pa, const void *pb) {
+    const control_token *a = pa, *b = pb;
+    int order = str_cmp(a->text, b->text);
+    return order ? order : (a->id > b->id) - (a->id < b->id);
+}
+
+/* Marks which tokens BPE must not reach (is_control, one byte a token) and sorts their texts for the search in text. */
+static int tok_controls(tokenizer *t, const tok_source *src, unsigned char *is_control) {
+    const int32_t named[3] = {t->bos, t->eos, t->pad};
+    size_t n = 0;
+    for (size_t i = 0; i < src->n_tokens && src->types; i++)
+        is_control[i] = src->types[i] == TOKEN_CONTROL || src->types[i] == TOKEN_USER_DEFINED;
+    for (int i = 0; i < 3; i++)
+        if (named[i] >= 0) is_control[named[i]] = 1;
+    for (int i = 0; i < MARKS; i++) {
+        t->mark[i] = text_find(&t->index, str_of(chat_marker_text[i]), str_of(""));
+        if (t->mark[i] >= 0) is_control[t->mark[i]] = 1;
+    }
+    for (size_t i = 0; i < src->n_tokens; i++) n += is_control[i];
+    t->controls = mem_array(n, sizeof *t->controls);
+    if (!t->controls) return -1;
+    for (size_t i = 0; i < src->n_tokens; i++) {
+        if (!is_control[i]) continue;
+        t->piece[i] = src->tokens[i];
+        if (src->tokens[i].n > MAX_CONTROL_BYTES)
+            return fail("tokenizer.ggml.tokens[%zu]: a control token of %zu bytes; expected at most %d", i, src->tokens[i].n,
+                        MAX_CONTROL_BYTES);
+        if (src->tokens[i].n) t->controls[t->n_controls++] = (control_token){src->tokens[i], (int32_t)i};
+    }
+    qsort(t->controls, t->n_controls, sizeof *t->controls, control_order);
+    n = 0;
+    for (size_t i = 0; i < t->n_controls; i++) {
+        if (n && !str_cmp(t->controls[n - 1].text, t->controls[i].text)) continue;
+        t->controls[n++] = t->controls[i];
+        t->control_at[(unsigned char)t->controls[i].text.p[0] + 1] = (uint32_t)n;
+    }
+    t->n_controls = n;
+    for (int b = 0; b < 256; b++) /* bytes that begin none take the place where the previous byte's end */
+        if (t->control_at[b + 1] < t->control_at[b]) t->control_at[b + 1] = t->control_at[b];
+    return 0;
+}
+
+/* The longest control token that begins at p: its bytes and id; 0 if none does. */
+static size_t control_match(const tokenizer *t, const char *p, size_t n, int32_t *id) {
+    size_t lo = t->control_at[(unsigned char)*p], hi = t->control_at[(unsigned char)*p + 1], found = 0;
+    for (size_t depth = 1; lo < hi; depth++) {
+        const control_token *c = t->controls;
+        if (c[lo].text.n == depth) { /* the shortest of those that agree with the text so far comes first */
+            found = depth;
+            *id = c[lo++].id;
+        }
+        if (depth == n) break;
+        unsigned char want = (unsigned char)p[depth];
+        size_t a = lo, b = hi;
+        while (a < b) { /* first whose next byte is not below the text's */
+            size_t mid = a + (b - a) / 2;
+            if ((unsigned char)c[mid].text.p[depth] < want) a = mid + 1;
+            else b = mid;
+        }
+        lo = a;
+        b = hi;
+        while (a < b) { /* first whose next byte is above it */
+            size_t mid = a + (b - a) / 2;
+            if ((unsigned char)c[mid].text.p[depth] <= want) a = mid + 1;
+            else b = mid;
+        }
+        hi = a;
+    }
+    return found;
+}
+
+/* ---- merges ---- */
+
+static uint64_t merge_key(int32_t left, int32_t right) {
+    return ((uint64_t)(uint32_t)left << 32 | (uint32_t)right) + 1;
+}
+
+static size_t merge_home(const tokenizer *t, uint64_t key) {
+    key *= 0x9e3779b97f4a7c15u;
+    return (size_t)(key >> 32 ^ key) & t->merge_mask;
+}
+
+/* What the pair merges to, NULL if it does not. */
+static const merge_slot *merge_find(const tokenizer *t, int32_t left, int32_t right) {
+    uint64_t key = merge_key(left, right);
+    size_t at = merge_home(t, key);
+    for (size_t k = 0; k < MAX_PROBES && t->merges[at].key; k++, at = (at + 1) & t->merge_mask)
+        if (t->merges[at].key == key) return &t->merges[at];
+    return NULL;
+}
+
+/* A merge of or into something that is no ordinary token can never apply and is passed over (small test vocabularies
+ * carry one for form's sake). Of a pair listed twice the first counts. */
+static int tok_merges(tokenizer *t, const tok_source *src, const unsigned char *is_control) {
+    const text_index *x = &t->index;
+    const str none = str_of("");
+    t->merge_mask = table_mask(src->n_merges);
+    t->merges = mem_array(t->merge_mask + 1, sizeof *t->merges);
+    if (!t->merges) return -1;
+    for (size_t i = 0; i < src->n_merges; i++) {
+        str m = src->merges[i];
+        const char *gap = m.n ? memchr(m.p, ' ', m.n) : NULL;
+        size_t left_n = gap ? (size_t)(gap - m.p) : 0, right_n = gap ? m.n - left_n - 1 : 0;
+        if (!left_n || !right_n || memchr(gap + 1, ' ', right_n))
+            return fail("tokenizer.ggml.merges[%zu] is not two tokens with a space between", i);
+        str l = {m.p, left_n}, r = {gap + 1, right_n};
+        int32_t left = text_find(x, l, none), right = text_find(x, r, none), made = text_find(x, l, r);
+        if (left < 0 || right < 0 || made < 0 || is_control[left] || is_control[right] || is_control[made]) continue;
+        if (merge_find(t, left, right)) continue;
+        size_t at = merge_home(t, merge_key(left, right)), k = 0;
+        while (t->merges[at].key && ++k < MAX_PROBES) at = (at + 1) & t->merge_mask;
+        if (t->merges[at].key) return fail("tokenizer.ggml.merges[%zu]: too many merges with one hash", i);
+        t->merges[at] = (merge_slot){merge_key(left, right), (int32_t)i, made};
+    }
+    return 0;
+}
+
+/* ---- loading ---- */
+
+static void tok_free(tokenizer *t) {
+    if (!t) return;
+    mem_free(t->index.text);
+    mem_free(t->index.slot);
+    mem_free(t->piece);
+    mem_free(t->arena);
+    mem_free(t->merges);
+    mem_free(t->controls);
+    mem_free(t);
+}
+
+static int tok_check(const tok_source *src) {
+    /* Files name the same split differently: it is the architecture's, and these are the names that were given to it. */
+    static const char *const known[] = {"joyai-llm", "deepseek-v3", "deepseek-llm", "deepseek-v4"};
+    const struct { const char *key; int id; } named[3] = { {"bos", src->bos}, {"eos", src->eos}, {"padding", src->pad} };
+    bool found = false;
+    if (!str_is(src->model, "gpt2")) return fail("tokenizer.ggml.model is \"%.*s\"; expected gpt2", STR_ARG(src->model));
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) found = found || str_is(src->pre, known[i]);
+    if (!found)
+        return fail("tokenizer.ggml.pre is \"%.*s\"; expected joyai-llm, deepseek-v3, deepseek-llm or deepseek-v4",
+                    STR_ARG(src->pre));
+    if (!src->n_tokens) return fail("tokenizer.ggml.tokens is empty");
+    if (src->n_tokens > INT32_MAX / 4) return fail("tokenizer.ggml.tokens has %zu entries", src->n_tokens);
+    if (src->n_merges > INT32_MAX / 4) return fail("tokenizer.ggml.merges has %zu entries", src->n_merges);
+    for (int i = 0; i < 3; i++)
+        if (named[i].id < -1 || (named[i].id >= 0 && (size_t)named[i].id >= src->n_tokens))
+            return fail("tokenizer.ggml.%s_token_id is %d, but there are %zu tokens", named[i].key, named[i].id, src->n_tokens);
+    return 0;
+}
+
+static int tok_load(tokenizer *t, const tok_source *src, unsigned char *is_control) {
+    if (text_index_new(&t->index, src->tokens, src->n_tokens)) return -1;
+    if (tok_pieces(t, src) || tok_controls(t, src, is_control)) return -1;
+    for (int b = 0; b < 256; b++) t->byte_id[b] = -1;
+    for (uint32_t cp = 0; cp <= SPELLED_MAX; cp++) {
+        char text[2] = {(char)cp, 0};
+        size_t n = 1;
+        if (cp >= 0x80) {
+            text[0] = (char)(0xc0 | cp >> 6);
+            text[1] = (char)(0x80 | (cp & 0x3f));
+            n = 2;
+        }
+        int b = spelled_byte(cp);
+        int32_t id = b < 0 ? -1 : text_find(&t->index, (str){text, n}, str_of(""));
+        if (id >= 0 && !is_control[id]) t->byte_id[b] = id;
+    }
+    return tok_merges(t, src, is_control);
+}
+
+static tokenizer *tok_new(const tok_source *src) {
+    if (tok_check(src)) return NULL;
+    tokenizer *t = mem_new(sizeof *t);
+    unsigned char *is_control = mem_new(src->n_tokens);
+    int rc = t && is_control ? 0 : -1;
+    if (!rc) {
+        t->n_tokens = src->n_tokens;
+        t->bos = src->bos;
+        t->eos = src->eos;
+        t->pad = src->pad;
+        t->chat_template = src->chat_template;
+        rc = tok_load(t, src, is_control);
+    }
+    mem_free(is_control);
+    if (!rc) return t;
+    tok_free(t);
+    return NULL;
+}
+
+/* The bytes of a token, none for an id outside the vocabulary. They live as long as the tokenizer; a character's may be spread
+ * over several tokens. */
+static size_t tok_piece(const tokenizer *t, int32_t id, const char **p) {
+    *p = "";
+    if (id < 0 || (size_t)id >= t->n_tokens) return 0;
+    *p = t->piece[id].p;
+    return t->piece[id].n;
+}
+
+/* The token whose text in the file this is, -1 if there is none. */
+static int32_t tok_id(const tokenizer *t, str text) { return text_find(&t->index, text, str_of("")); }
+
+/* ---- splitting text into words ----
+ *
+ * What the vocabulary's three patterns do one after the other, without a regex engine and in one pass: digits by threes;
+ * runs of Chinese characters and kana; and inside what these leave (and inside those runs), the first that matches of
+ * 1  an ASCII punctuation mark and ASCII letters
+ * 2  letters and marks, with one character before them that is no letter, punctuation, symbol or line end
+ * 3  punctuation and symbols, a space before them and line ends after them
+ * 4  white space up to its last line end
+ * 5  white space, but for the last character if something follows
+ * Characters that none of these takes (controls, unassigned ones) make a word of their own up to where one matches. */
+
+enum { C_NONE, C_LETTER, C_MARK, C_NUMBER, C_PUNCT, C_SYMBOL, C_SPACE, C_END };
+enum { KIND_NUMBER, KIND_HAN_KANA, KIND_OTHER }; /* a word never crosses from one kind to another */
+
+static unsigned char_class(uint32_t cp) {
+    if (cp < 0x80) return unicode_ascii[cp];
+    size_t lo = unicode_page[UNICODE_PAGES], hi = UNICODE_RUNS;
+    if (cp >> 8 < UNICODE_PAGES) {
+        lo = unicode_page[cp >> 8];
+        hi = unicode_page[(cp >> 8) + 1] + 1u;
+    }
+    while (hi - lo > 1) {
+        size_t mid = lo + (hi - lo) / 2;
+        if (unicode_run[mid] >> 4 <= cp) lo = mid;
+        else hi = mid;
+    }
+    return unicode_run[lo] & 15;
+}
+
+typedef struct { const unsigned char *p, *end; } text_span;
+typedef struct { uint32_t cp; unsigned len, class; } glyph; /* class C_END, len 0: where the text ends or another kind begins */
+
+static int char_kind(uint32_t cp, unsigned class) {
+    if (class == C_NUMBER) return KIND_NUMBER;
+    return (cp >= 0x4e00 && cp <= 0x9fa5) || (cp >= 0x3040 && cp <= 0x30ff) ? KIND_HAN_KANA : KIND_OTHER;
+}
+
+static glyph glyph_at(text_span s, const unsigned char *p, int kind) {
+    glyph g = {0, 0, C_END};
+    if (p >= s.end) return g;
+    unsigned len = 1, class;
+    if (*p < 0x80) class = unicode_ascii[g.cp = *p];
+    else {
+        len = utf8_next(p, s.end, &g.cp);
+        class = char_class(g.cp);
+    }
+    if (char_kind(g.cp, class) != kind) return g;
+    g.len = len;
+    g.class = class;
+    return g;
+}
+
+static bool is_line_end(glyph g) { return g.cp == '\r' || g.cp == '\n'; }
+static bool is_word(glyph g) { return g.class == C_LETTER || g.class == C_MARK; }
+static bool is_sign(glyph g) { return g.class == C_PUNCT || g.class == C_SYMBOL; }
+static bool is_ascii_letter(unsigned c) { return (c | 0x20) >= 'a' && (c | 0x20) <= 'z'; }
+
+static const unsigned char *space_end(text_span s, const unsigned char *p, int kind) {
+    const unsigned char *line = NULL, *last = p;
+    glyph g = glyph_at(s, p, kind);
+    size_t n = 0;
+    for (; g.class == C_SPACE; n++, g = glyph_at(s, p, kind)) {
+        last = p;
+        p += g.len;
+        if (is_line_end(g)) line = p;
+    }
+    if (line) return line;
+    return g.class == C_END || n == 1 ? p : last;
+}
+
+/* Where the word that begins at p ends; NULL if none of the five begins there. */
+static const unsigned char *match_end(text_span s, const unsigned char *p, int kind) {
+    glyph g = glyph_at(s, p, kind), h = glyph_at(s, p + g.len, kind);
+    const unsigned char *q = p + g.len;
+    if (g.cp < 0x80 && is_sign(g) && h.class == C_LETTER && h.cp < 0x80) {
+        while (q < s.end && is_ascii_letter(*q)) q++;
+        return q;
+    }
+    if (is_word(g) || (is_word(h) && !is_sign(g) && !is_line_end(g))) {
+        for (; is_word(h); h = glyph_at(s, q, kind)) q += h.len;
+        return q;
+    }
+    if (is_sign(g) || (g.cp == ' ' && is_sign(h))) {
+        for (; is_sign(h); h = glyph_at(s, q, kind)) q += h.len;
+        while (q < s.end && (*q == '\r' || *q == '\n')) q++;
+        return q;
+    }
+    return g.class == C_SPACE ? space_end(s, p, kind) : NULL;
+}
+
+static const unsigned char *word_end(text_span s, const unsigned char *p) {
+    uint32_t cp;
+    unsigned len = utf8_next(p, s.end, &cp);
+    int kind = char_kind(cp, char_class(cp));
+    if (kind == KIND_NUMBER) {
+        glyph g = {cp, len, C_NUMBER};
+        for (int i = 0; i < 3 && g.len; i++, g = glyph_at(s, p, kind)) p += g.len;
+        return p;
+    }
+    const unsigned char *q = match_end(s, p, kind);
+    if (q) return q;
+    do p += glyph_at(s, p, kind).len;
+    while (glyph_at(s, p, kind).len && !match_end(s, p, kind));
+    return p;
+}
+
+/* ---- BPE of one word: the pair of the lowest rank, the leftmost of equals, merges first ---- */
+
+enum { NO_MERGE = INT32_MAX };
+
+/* Few bytes: keep ids and the pairs' ranks dense and scan. Returns how many ids are left. */
+static size_t bpe_small(const tokenizer *t, int32_t *id, size_t n) {
+    int32_t rank[SMALL_WORD], made[SMALL_WORD];
+    for (size_t i = 0; i + 1 < n; i++) {
+        const merge_slot *m = merge_find(t, id[i], id[i + 1]);
+        rank[i] = m ? m->rank : NO_MERGE;
+        made[i] = m ? m->id : 0;
+    }
+    while (n > 1) {
+        size_t best = 0;
+        for (size_t i = 1; i + 1 < n; i++)
+            if (rank[i] < rank[best]) best = i;
+        if (rank[best] == NO_MERGE) break;
+        id[best] = made[best];
+        n--;
+        memmove(id + best + 1, id + best + 2, (n - best - 1) * sizeof *id);
+        memmove(rank + best, rank + best + 1, (n - best) * sizeof *rank);
+        memmove(made + best, made + best + 1, (n - best) * sizeof *made);
+        for (size_t i = best ? best - 1 : 0; i <= best && i + 1 < n; i++) {
+            const merge_slot *m = merge_find(t, id[i], id[i + 1]);
+            rank[i] = m ? m->rank : NO_MERGE;
+            made[i] = m ? m->id : 0;
+        }
+    }
+    return n;
+}
+
+/* Room for long words: a linked list of ids and a heap of merges, so that a word of a million bytes takes n log n steps. */
+typedef struct {
+    char *block;
+    size_t cap;             /* bytes of the longest word there is room for */
+    int32_t *id, *rank, *made, *prev, *next;
+    uint64_t *heap;         /* rank << 32 | position; an entry whose rank is no longer its position's is stale */
+    size_t n_heap;
+} bpe_room;
+
+static int bpe_reserve(bpe_room *w, size_t n) {
+    if (n <= w->cap) return 0;
+    if (n > INT32_MAX / 2 || n > SIZE_MAX / 64) return fail("a word of %zu bytes is too long", n);
+    size_t cap = n < 1024 ? 1024 : n, each = 5 * sizeof(int32_t) + 2 * sizeof(uint64_t);
+    char *block = mem_array(cap, each); /* nothing in it outlives a word, so no need to copy the old one */
+    if (!block) return -1;
+    mem_free(w->block);
+    w->block = block;
+    w->cap = cap;
+    w->heap = (uint64_t *)(void *)block;
+    w->id = (int32_t *)(void *)(block + cap * 2 * sizeof(uint64_t));
+    w->rank = w->id + cap;
+    w->made = w->rank + cap;
+    w->prev = w->made + cap;
+    w->next = w->prev + cap;
+    return 0;
+}
+
+static void heap_push(bpe_room *w, uint64_t v) {
+    size_t i = w->n_heap++;
+    for (; i && w->heap[(i - 1) / 2] > v; i = (i - 1) / 2) w->heap[i] = w->heap[(i - 1) / 2];
+    w->heap[i] = v;
+}
+
+static uint64_t heap_pop(bpe_room *w) {
+    uint64_t top = w->heap[0], v = w->heap[--w->n_heap];
+    size_t i = 0;
+    for (size_t c; (c = 2 * i + 1) < w->n_heap; i = c) {
+        if (c + 1 < w->n_heap && w->heap[c + 1] < w->heap[c]) c++;
+        if (w->heap[c] >= v) break;
+        w->heap[i] = w->heap[c];
+    }
+    w->heap[i] = v;
+    return top;
+}
+
+static void bpe_pair(const tokenizer *t, bpe_room *w, int32_t i) {
+    const merge_slot *m = w->next[i] < 0 ? NULL : merge_find(t, w->id[i], w->id[w->next[i]]);
+    w->rank[i] = m ? m->rank : NO_MERGE;
+    if (!m) return;
+    w->made[i] = m->id;
+    heap_push(w, (uint64_t)(uint32_t)m->rank << 32 | (uint32_t)i);
+}
+
+/* w->id holds n ids; leaves the result there and returns its length. Each merge takes one entry off the heap and adds two
+ * at most, so the heap holds under 2 n. */
+static size_t bpe_large(const tokenizer *t, bpe_room *w, size_t n) {
+    w->n_heap = 0;
+    for (size_t i = 0; i < n; i++) {
+        w->prev[i] = (int32_t)i - 1;
+        w->next[i] = i + 1 < n ? (int32_t)i + 1 : -1;
+    }
+    for (size_t i = 0; i < n; i++) bpe_pair(t, w, (int32_t)i);
+    while (w->n_heap) {
+        uint64_t top = heap_pop(w);
+        int32_t i = (int32_t)(top & 0xffffffffu), right = w->next[i];
+        if (w->rank[i] != (int32_t)(top >> 32)) continue;
+        w->id[i] = w->made[i];
+        w->rank[right] = NO_MERGE;
+        w->next[i] = w->next[right];
+        if (w->next[i] >= 0) w->prev[w->next[i]] = i;
+        bpe_pair(t, w, i);
+        if (w->prev[i] >= 0) bpe_pair(t, w, w->prev[i]);
+    }
+    size_t m = 0;
+    for (int32_t i = 0; i >= 0; i = w->next[i]) w->id[m++] = w->id[i];
+    return m;
+}
+
+static int encode_word(const tokenizer *t, bpe_room *w, const unsigned char *p, size_t n, ids *out) {
+    int32_t few[SMALL_WORD], *id = few;
+    if (n > SMALL_WORD) {
+        if (bpe_reserve(w, n)) return -1;
+        id = w->id;
+    }
+    for (size_t i = 0; i < n; i++) {
+        id[i] = t->byte_id[p[i]];
+        if (id[i] < 0) return fail("the vocabulary has no token for byte 0x%02x", p[i]);
+    }
+    n = n > SMALL_WORD ? bpe_large(t, w, n) : bpe_small(t, id, n);
+    if (ids_reserve(out, n)) return -1;
+    memcpy(out->v + out->n, id, n * sizeof *id);
+    out->n += n;
+    return 0;
+}
+
+static int encode_text(const tokenizer *t, bpe_room *w, const char *text, size_t n, ids *out) {
+    text_span s = {(const unsigned char *)text, (const unsigned char *)text + n};
+    for (const unsigned char *p = s.p, *q; p < s.end; p = q) {
+        q = word_end(s, p);
+        if (encode_word(t, w, p, (size_t)(q - p), out)) return -1;
+    }
+    return 0;
+}
+
+/* Appends the tokens of n bytes of text to out, no BOS. With parse_control the text of a control token becomes that token
+ * (the leftmost and there the longest); without, text never does. On failure out is as it was. */
+static int tok_encode(const tokenizer *t, const char *text, size_t n, bool parse_control, ids *out) {
+    bpe_room w = {0};
+    size_t had = out->n, from = 0, at = 0;
+    int rc = 0;
+    while (!rc && parse_control && at < n) {
+        int32_t id = 0;
+        size_t len = control_match(t, text + at, n - at, &id);
+        if (!len) {
+            at++;
+            continue;
+        }
+        rc = encode_text(t, &w, text + from, at - from, out) || ids_push(out, id) ? -1 : 0;
+        from = at += len;
+    }
+    if (!rc && from < n) rc = encode_text(t, &w, text + from, n - from, out);
+    mem_free(w.block);
+    if (rc) out->n = had;
+    return rc;
+}
+
+/* A raw prompt: the BOS, if the vocabulary has one, and the text, which may itself begin with it: then there is one still. */
+static int tok_prompt(const tokenizer *t, const char *text, size_t n, bool parse_control, ids *out) {
+    size_t had = out->n;
+    int32_t id = -1;
+    size_t own = parse_control && n && t->bos >= 0 ? control_match(t, text, n, &id) : 0;
+    if (t->bos >= 0 && (!own || id != t->bos) && ids_push(out, t->bos)) return -1;
+    if (!tok_encode(t, text, n, parse_control, out)) return 0;
+    out->n = had;
+    return -1;
+}
+
+/* ---- chat ---- */
+
+typedef enum { THINK_OFF, THINK_ON, THINK_MAX } think_mode;
+
+typedef struct { const char *name, *value; bool is_string; } chat_argument; /* value: the string, or JSON of what is none */
+typedef struct { const char *name; const chat_argument *arguments; size_t n_arguments; } chat_call;
+
+typedef struct {
+    const char *role;      /* system, user, developer, assistant or tool */
+    const char *content;   /* NULL: empty */
+    const char *reasoning; /* assistant: what it thought before it answered; NULL: nothing */
+    const char *tools;     /* any role, usually system: the schemas of the tools on offer, one JSON object a line; NULL: none */
+    const chat_call *calls; /* assistant: the tools it called */
+    size_t n_calls;
+} chat_message;
+
+/* The format's own texts. In them \1, \2 and \3 stand for the tokens <think>, </think> and ｜DSML｜. */
+static const char effort_text[] =
+    "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
+    "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, "
+    "rigorously stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.\n"
+    "Explicitly write out your entire deliberation process, documenting every intermediate step, considered alternative, "
+    "and rejected hypothesis to ensure absolutely no assumption is left unchecked.\n\n";
+/* The July 2026 checkpoint was trained with a stronger one for its maximum; its template holds it. */
+static const char effort_text_0731[] =
+    "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\n"
+    "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively decompose the "
+    "problem into its most fundamental components, trace every causal chain to its root, and resolve the underlying cause "
+    "rather than any surface symptom.\n"
+    "Do not stop reasoning until you have independently verified the solution from multiple angles and are certain that no "
+    "assumption remains unchecked and no error remains undiscovered.\n\n";
+static const char tools_head[] =
+    "## Tools\n\nYou have access to a set of tools to help answer the user's question. You can invoke tools by writing a "
+    "\"<\3tool_calls>\" block like the following:\n\n"
+    "<\3tool_calls>\n<\3invoke name=\"$TOOL_NAME\">\n"
+    "<\3parameter name=\"$PARAMETER_NAME\" string=\"true|false\">$PARAMETER_VALUE</\3parameter>\n...\n</\3invoke>\n"
+    "<\3invoke name=\"$TOOL_NAME2\">\n...\n</\3invoke>\n</\3tool_calls>\n\n"
+    "String parameters should be specified as is and set `string=\"true\"`. For all other types (numbers, booleans, arrays, "
+    "objects), pass the value in JSON format and set `string=\"false\"`.\n\n"
+    "If thinking_mode is enabled (triggered by \1), you MUST output your complete reasoning inside \1...\2 BEFORE any tool "
+    "calls or final response.\n\nOtherwise, output directly after \2 with tool calls or final response.\n\n"
+    "### Available Tool Schemas\n\n";
+static const char tools_tail[] =
+    "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n";
+
+static bool str_has(str s, const char *word) {
+    size_t n = strlen(word);
+    for (size_t i = 0; s.p && n <= s.n && i <= s.n - n; i++)
+        if (!memcmp(s.p + i, word, n)) return true;
+    return false;
+}
+
+/* What kind of chat template the file carries, for messages: "DeepSeek-V4" is the one that tok_chat writes. */
+static const char *tok_template_kind(const tokenizer *t) {
+    static const char *const other[][2] = {
+        {"<｜tool▁calls▁begin｜>", "DeepSeek-V3"}, {"function_calls>", "DeepSeek-V3.2"}, {"<|im_start|>", "ChatML"},
+        {"<|start_header_id|>", "Llama 3"}, {"[INST]", "Llama 2 or Mistral"}, {"<start_of_turn>", "Gemma"},
+        {"<|channel|>", "Harmony"},
+    };
+    if (!t->chat_template.p) return "none";
+    for (size_t i = 0; i < sizeof other / sizeof *other; i++)
+        if (str_has(t->chat_template, other[i][0])) return other[i][1];
+    for (int i = MARK_USER; i <= MARK_END_THINK; i++)
+        if (i != MARK_THINK && !str_has(t->chat_template, chat_marker_text[i])) return "unknown";
+    return "DeepSeek-V4";
+}
+
+static bool tok_template_is_v4(const tokenizer *t) {
+    return !strcmp(tok_template_kind(t), "DeepSeek-V4");
+}
+
+/* Text is gathered up to the next control token and encoded as one stretch, as it would be were the whole chat one string. */
+typedef struct { const tokenizer *t; ids *out; char *text; size_t n, cap; } chat_writer;
+
+static int chat_put(chat_writer *w, const char *s, size_t n) {
+    if (n > SIZE_MAX / 4 - w->n) return fail("a chat message is too long");
+    if (w->n + n > w->cap) {
+        size_t cap = (w->n + n) * 2;
+        char *text = mem_grow(w->text, w->cap, cap);
+        if (!text) return -1;
+        w->text = text;
+        w->cap = cap;
+    }
+    if (n) memcpy(w->text + w->n, s, n);
+    w->n += n;
+    return 0;
+}
+
+static int chat_text(chat_writer *w, const char *s) {
+    return s ? chat_put(w, s, strlen(s)) : 0;
+}
+
+static int chat_token(chat_writer *w, int32_t id) {
+    if (tok_encode(w->t, w->text, w->n, false, w->out)) return -1;
+    w->n = 0;
+    return ids_push(w->out, id);
+}
+
+static int chat_mark(chat_writer *w, int mark) {
+    if (w->t->mark[mark] >= 0) return chat_token(w, w->t->mark[mark]);
+    if (mark == MARK_DSML) return chat_text(w, chat_marker_text[mark]); /* a vocabulary without it spells it */
+    return fail("the vocabulary has no token %s, which the chat format needs", chat_marker_text[mark]);
+}
+
+/* One of the format's own texts. */
+static int chat_literal(chat_writer *w, const char *s) {
+    for (size_t n; *s; s += n) {
+        n = 1;
+        if ((unsigned char)*s <= 3 ? chat_mark(w, *s == 1 ? MARK_THINK : *s == 2 ? MARK_END_THINK : MARK_DSML)
+                                   : chat_put(w, s, n = strcspn(s, "\1\2\3"))) return -1;
+    }
+    return 0;
+}
+
+static int chat_calls(chat_writer *w, const chat_message *m) {
+    if (!m->n_calls) return 0;
+    if (chat_literal(w, "\n\n<\3tool_calls>\n")) return -1;
+    for (size_t i = 0; i < m->n_calls; i++) {
+        const chat_call *c = &m->calls[i];
+        if (chat_literal(w, "<\3invoke name=\"") || chat_text(w, c->name) || chat_literal(w, "\">\n")) return -1;
+        for (size_t k = 0; k < c->n_arguments; k++) {
+            const chat_argument *a = &c->arguments[k];
+            if (chat_literal(w, k ? "\n<\3parameter name=\"" : "<\3parameter name=\"") || chat_text(w, a->name) ||
+                chat_literal(w, a->is_string ? "\" string=\"true\">" : "\" string=\"false\">") || chat_text(w, a->value) ||
+                chat_literal(w, "</\3parameter>")) return -1;
+        }
+        if (chat_literal(w, "\n</\3invoke>\n")) return -1;
+    }
+    return chat_literal(w, "</\3tool_calls>");
+}
+
+static int chat_system(chat_writer *w, const chat_message *m, size_t n) {
+    bool empty = true;
+    for (size_t i = 0; i < n; i++) {
+        if (strcmp(m[i].role, "system")) continue;
+        if (chat_text(w, empty ? "" : "\n\n") || chat_text(w, m[i].content)) return -1;
+        empty = false;
+    }
+    for (size_t i = 0; i < n; i++) {
+        if (!m[i].tools) continue;
+        if (chat_text(w, empty ? "" : "\n\n") || chat_literal(w, tools_head)) return -1;
+        if (chat_text(w, m[i].tools) || chat_text(w, tools_tail)) return -1;
+        empty = false;
+    }
+    return 0;
+}
+
+static int chat_assistant(chat_writer *w, const chat_message *m, bool with_reasoning) {
+    if (chat_mark(w, MARK_ASSISTANT)) return -1;
+    if (with_reasoning && (chat_mark(w, MARK_THINK) || chat_text(w, m->reasoning))) return -1;
+    if (chat_mark(w, MARK_END_THINK) || chat_text(w, m->content) || chat_calls(w, m)) return -1;
+    if (w->t->eos < 0) return fail("the file names no EOS token, which ends an assistant's turn");
+    return chat_token(w, w->t->eos);
+}
+
+static int chat_turns(chat_writer *w, const chat_message *m, size_t n, think_mode think) {
+    bool in_user = false, tools = false;
+    size_t last_user = 0; /* one past its index: what follows it keeps its reasoning */
+    for (size_t i = 0; i < n; i++) {
+        bool is_tool = !strcmp(m[i].role, "tool");
+        tools = tools || is_tool || m[i].tools || m[i].n_calls;
+        if (is_tool || !strcmp(m[i].role, "user") || !strcmp(m[i].role, "developer")) last_user = i + 1;
+    }
+    for (size_t i = 0; i < n; i++) {
+        if (!strcmp(m[i].role, "system")) continue;
+        if (!strcmp(m[i].role, "assistant")) {
+            if (chat_assistant(w, &m[i], think != THINK_OFF && (tools || i >= last_user))) return -1;
+            in_user = false;
+            continue;
+        }
+        bool is_tool = !strcmp(m[i].role, "tool");
+        if (in_user ? chat_text(w, "\n\n") : chat_mark(w, MARK_USER)) return -1;
+        if (chat_text(w, is_tool ? "<tool_result>" : "") || chat_text(w, m[i].content)) return -1;
+        if (is_tool && chat_text(w, "</tool_result>")) return -1;
+        in_user = true;
+    }
+    return 0;
+}
+
+static int chat_check(const chat_message *m, size_t n) {
+    static const char *const known[] = {"system", "user", "developer", "assistant", "tool"};
+    for (size_t i = 0; i < n; i++) {
+        bool found = false;
+        for (size_t k = 0; m[i].role && k < sizeof known / sizeof *known; k++) found = found || !strcmp(m[i].role, known[k]);
+        if (!found)
+            return fail("message %zu has the role \"%.64s\"; expected system, user, developer, assistant or tool", i,
+                        m[i].role ? m[i].role : "");
+    }
+    return 0;
+}
+
+static int chat_render(chat_writer *w, const chat_message *m, size_t n, think_mode think, bool add_generation_prompt) {
+    const tokenizer *t = w->t;
+    if (chat_check(m, n)) return -1;
+    if (t->bos >= 0 && chat_token(w, t->bos)) return -1;
+    if (!t->chat_template.p) { /* a base model knows no turns */
+        for (size_t i = 0; i < n; i++)
+            if (chat_text(w, i ? "\n\n" : "") || chat_text(w, m[i].content)) return -1;
+        return 0;
+    }
+    const char *effort = str_has(t->chat_template, "Beyond maximum") ? effort_text_0731 : effort_text;
+    if (think == THINK_MAX && chat_text(w, effort)) return -1;
+    if (chat_system(w, m, n) || chat_turns(w, m, n, think)) return -1;
+    if (!add_generation_prompt) return 0;
+    return chat_mark(w, MARK_ASSISTANT) || chat_mark(w, think == THINK_OFF ? MARK_END_THINK : MARK_THINK) ? -1 : 0;
+}
+
+/* Appends the tokens of a conversation in the V4 format: one BOS, the system texts, the turns, and with
+ * add_generation_prompt the opening of the answer. A file without a chat template is a base model: BOS and the texts, a
+ * blank line between them. Nothing in a message becomes a control token. On failure out is as it was. */
+static int tok_chat(const tokenizer *t, const chat_message *m, size_t n, think_mode think, bool add_generation_prompt,
+                    ids *out) {
+    chat_writer w = {t, out, NULL, 0, 0};
+    size_t had = out->n;
+    int rc = chat_render(&w, m, n, think, add_generation_prompt);
+    if (!rc) rc = tok_encode(t, w.text, w.n, false, out);
+    mem_free(w.text);
+    if (rc) out->n = had;
+    return rc;
+}
+
+/* ============================================================================================================================
+ * 6. Model: sizes, weights, checks
+ *
+ * Three plain structs: config (every size, from the file), layer and weights (pointers into the mapped file). After
+ * model_load every shape and type is known to fit, so that nothing below checks again. Facts: the DeepSeek-V4 configuration
+ * and the GGUF files made of it.
+ * ========================================================================================================================== */
+
+enum { MAX_LAYERS = 512, MAX_STREAMS = 16, MAX_USED = 64 };
+
+typedef struct {
+    int n_layers, dim, n_vocab, n_streams, n_heads, head_dim, rope_dim, q_rank, o_groups, o_rank, window;
+    int n_experts, n_used, n_shared, n_hash, sinkhorn, context_length;
+    int index_heads, index_dim, index_top_k;
+    int ratio[MAX_LAYERS + 1], expert_ff[MAX_LAYERS + 1];   /* the last entry in use is the head's */
+    float clamp[MAX_LAYERS + 1], clamp_shared[MAX_LAYERS + 1];
+    float norm_eps, hc_eps, expert_scale;
+    bool expert_norm;
+    double rope_base, rope_base_compressed, yarn_factor, yarn_original, yarn_fast, yarn_slow;
+} config;
+
+typedef struct {
+    const uint8_t *data;
+    uint32_t type;
+    act_kind act;
+    int64_t n_in, n_out;
+    size_t stride;          /* bytes of a row of n_in weights */
+    size_t slab;            /* bytes of one expert's matrix */
+} matrix;
+
+typedef struct {
+    matrix fn;              /* (n_streams * dim, n_streams * (2 + n_streams)); the head's: (n_streams * dim, n_streams) */
+    float *base, *scale;    /* (n_streams * (2 + n_streams),), (3,); the head's (n_streams,), (1,) */
+} hyper;
+
+typedef struct {
+    int parts, width;       /* c, and the width of an emitted row */
+    matrix kv, gate;        /* (dim, c * width) */
+    float *ape;             /* (c * width, ratio) */
+    float *norm;            /* (width,) */
+} compressor;
+
+typedef struct {
+    int ratio, ff, shared_ff;
+    float clamp, clamp_shared;
+    hyper hc_attn, hc_ffn;
+    float *attn_norm;       /* (dim,) */
+    matrix q_a;             /* (dim, q_rank) */
+    float *q_a_norm;        /* (q_rank,) */
+    matrix q_b;             /* (q_rank, n_heads * head_dim) */
+    matrix kv;              /* (dim, head_dim) */
+    float *kv_norm;         /* (head_dim,) */
+    float *sinks;           /* (n_heads,) */
+    matrix o_a;             /* (n_heads * head_dim / o_groups, o_groups * o_rank) */
+    matrix o_b;             /* (o_groups * o_rank, dim) */
+    compressor comp;        /* ratio > 0 */
+    compressor index;       /* ratio = 4 */
+    matrix index_q;         /* (q_rank, index_heads * index_dim) */
+    matrix index_w;         /* (dim, index_heads) */
+    float *ffn_norm;        /* (dim,) */
+    matrix router;          /* (dim, n_experts) */
+    float *router_bias;     /* (n_experts,), or NULL in a hash layer */
+    const int32_t *hash;    /* (n_used, n_vocab), or NULL */
+    matrix gate, up;        /* (dim, ff, n_experts) */
+    matrix down;            /* (ff, dim, n_experts) */
+    matrix shared_gate, shared_up;  /* (dim, shared_ff) */
+    matrix shared_down;     /* (shared_ff, dim) */
+} layer;
+
+typedef struct {
+    layer block;
+    matrix e_proj, h_proj;  /* (dim, dim) */
+    float *enorm, *hnorm, *norm;    /* (dim,) */
+    hyper collapse;
+} mtp_head;
+
+typedef struct {
+    gguf *file, *head_file; /* head_file NULL: no head, or inside file */
+    config c;
+    matrix embed, output;   /* (dim, n_vocab) */
+    float *output_norm;     /* (dim,) */
+    hyper collapse;
+    layer *layers;
+    mtp_head head;
+    bool has_head, file_has_head;
+    float *owned[MAX_LAYERS * 24 + 64];     /* small tensors, unpacked to f32 */
+    int n_owned;
+    int64_t weight_bytes, head_weight_bytes, *counting;
+    uint64_t identity;      /* of the target: sizes, tensors and a sample of their bytes */
+    uint64_t head_identity;
+    double *freq, *freq_compressed; /* (rope_dim / 2,) radians a position */
+} model;
+
+/* ---- reading metadata ---- */
+
+#define ARCH "deepseek4."
+
+static const meta *arch_meta(const gguf *g, const char *key) {
+    char full[128];
+    snprintf(full, sizeof full, ARCH "%s", key);
+    return gguf_meta(g, full);
+}
+
+/* Element i of a key; an array shorter than that gives its last element, a scalar its value. */
+static int number_at(const gguf *g, const char *key, int i, double low, double high, double *out) {
+    const meta *m = arch_meta(g, key);
+    if (!m) return fail("%s: key " ARCH "%s is missing", g->path, key);
+    if (!meta_is_number(m) || m->count == 0) return fail("%s: key " ARCH "%s: expected a number", g->path, key);
+    double v = meta_number(m, (uint64_t)i < m->count ? (uint64_t)i : m->count - 1);
+    if (!(v >= low && v <= high)) return fail("%s: key " ARCH "%s is %g; expected %g to %g", g->path, key, v, low, high);
+    *out = v;
+    return 0;
+}
+
+static int read_int(const gguf *g, const char *key, int low, int high, int *out) {
+    double v;
+    if (number_at(g, key, 0, low, high, &v)) return -1;
+    if (v != (double)(int)v) return fail("%s: key " ARCH "%s is %g; expected a whole number", g->path, key, v);
+    *out = (int)v;
+    return 0;
+}
+
+static int read_int_or(const gguf *g, const char *key, int low, int high, int otherwise, int *out) {
+    *out = otherwise;
+    return arch_meta(g, key) ? read_int(g, key, low, high, out) : 0;
+}
+
+static int read_float(const gguf *g, const char *key, double low, double high, double *out) { return number_at(g, key, 0, low, high, out); }
+
+static int read_float_or(const gguf *g, const char *key, double low, double high, double otherwise, double *out) {
+    *out = otherwise;
+    return arch_meta(g, key) ? read_float(g, key, low, high, out) : 0;
+}
+
+static int read_rope(const gguf *g, config *c) {
+    str type = meta_string(g, ARCH "rope.scaling.type");
+    c->yarn_factor = 1;
+    c->yarn_original = c->context_length;
+    c->yarn_fast = 32;
+    c->yarn_slow = 1;
+    if (read_float(g, "rope.freq_base", 1, 1e12, &c->rope_base) || read_float_or(g, "attention.compress_rope_freq_base", 1, 1e12, c->rope_base, &c->rope_base_compressed)) return -1;
+    if (type.p && !str_is(type, "yarn") && !str_is(type, "none")) return fail("%s: key " ARCH "rope.scaling.type is %.*s; expected yarn or none", g->path, STR_ARG(type));
+    if (!type.p || str_is(type, "none")) return 0;
+    return read_float(g, "rope.scaling.factor", 1, 1e6, &c->yarn_factor) || read_float(g, "rope.scaling.original_context_length", 1, 1e9, &c->yarn_original) ||
+           read_float_or(g, "rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32, &c->yarn_fast) || read_float_or(g, "rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1, &c->yarn_slow) ? -1 : 0;
+}
+
+static int read_experts(const gguf *g, config *c) {
+    const meta *gating = arch_meta(g, "expert_gating_func"), *norm = arch_meta(g, "expert_weights_norm");
+    if (gating && !gating->array && gating->type == G_STRING) {
+        str name = meta_string(g, ARCH "expert_gating_func");
+        if (!str_is(name, "sqrtsoftplus") && !str_is(name, "sqrt_softplus") && !str_is(name, "sqrt-softplus"))
+            return fail("%s: key " ARCH "expert_gating_func is %.*s; expected sqrtsoftplus", g->path, STR_ARG(name));
+    } else if (gating && (gating->array || !meta_is_number(gating) || meta_number(gating, 0) != 4)) return fail("%s: key " ARCH "expert_gating_func: expected 4 (sqrt-softplus)", g->path);
+    c->expert_norm = !norm || !meta_is_number(norm) || norm->array || meta_number(norm, 0) != 0;
+    double scale;
+    if (read_int(g, "expert_count", 1, 65536, &c->n_experts) || read_int(g, "expert_used_count", 1, min_int(c->n_experts, MAX_USED), &c->n_used) ||
+        read_int_or(g, "expert_shared_count", 1, 64, 1, &c->n_shared) || read_int_or(g, "hash_layer_count", 0, MAX_LAYERS, 0, &c->n_hash) ||
+        read_float_or(g, "expert_weights_scale", 0, 1e6, 1, &scale)) return -1;
+    c->expert_scale = (float)scale;
+    for (int i = 0; i <= c->n_layers; i++) {
+        double ff, ratio, clamp = 0, clamp_shared;
+        if (number_at(g, "expert_feed_forward_length", i, 1, 1 << 24, &ff) || number_at(g, "attention.compress_ratios", i, 0, 1 << 20, &ratio)) return -1;
+        if (arch_meta(g, "swiglu_clamp_exp") && number_at(g, "swiglu_clamp_exp", i, 0, 1e30, &clamp)) return -1;
+        clamp_shared = clamp;
+        if (arch_meta(g, "swiglu_clamp_shexp") && number_at(g, "swiglu_clamp_shexp", i, 0, 1e30, &clamp_shared)) return -1;
+        c->expert_ff[i] = (int)ff;
+        c->ratio[i] = (int)ratio;
+        c->clamp[i] = clamp > 0 ? (float)clamp : INFINITY;
+        c->clamp_shared[i] = clamp_shared > 0 ? (float)clamp_shared : INFINITY;
+    }
+    const meta *ratios = arch_meta(g, "attention.compress_ratios");
+    if (ratios->array && ratios->count < (uint64_t)c->n_layers) return fail("%s: key " ARCH "attention.compress_ratios has %llu entries; expected one for each of %d layers", g->path, (unsigned long long)ratios->count, c->n_layers);
+    c->ratio[c->n_layers] = 0;
+    return 0;
+}
+
+static int read_config(const gguf *g, config *c, int n_layers) {
+    double eps, hc_eps;
+    c->n_layers = n_layers;
+    int kv_heads, value_dim;
+    if (read_int(g, "embedding_length", 1, 1 << 20, &c->dim) || read_int(g, "attention.head_count", 1, 65536, &c->n_heads) ||
+        read_int_or(g, "attention.head_count_kv", 1, 1, 1, &kv_heads) || read_int(g, "attention.key_length", 1, 65536, &c->head_dim) ||
+        read_int_or(g, "attention.value_length", c->head_dim, c->head_dim, c->head_dim, &value_dim) ||
+        read_int(g, "rope.dimension_count", 2, c->head_dim, &c->rope_dim) || read_int(g, "attention.q_lora_rank", 1, 1 << 20, &c->q_rank) ||
+        read_int(g, "attention.output_group_count", 1, c->n_heads, &c->o_groups) || read_int(g, "attention.output_lora_rank", 1, 1 << 20, &c->o_rank) ||
+        read_int(g, "attention.sliding_window", 1, 1 << 20, &c->window) || read_int(g, "hyper_connection.count", 1, MAX_STREAMS, &c->n_streams) ||
+        read_int(g, "hyper_connection.sinkhorn_iterations", 1, 1000, &c->sinkhorn) || read_float(g, "hyper_connection.epsilon", 0, 1, &hc_eps) ||
+        read_float(g, "attention.layer_norm_rms_epsilon", 0, 1, &eps) || read_int(g, "context_length", 1, 1 << 30, &c->context_length) ||
+        read_rope(g, c) || read_experts(g, c)) return -1;
+    c->norm_eps = (float)eps;
+    c->hc_eps = (float)hc_eps;
+    if (c->rope_dim % 2) return fail("%s: key " ARCH "rope.dimension_count is %d; expected an even number", g->path, c->rope_dim);
+    if (c->n_heads % c->o_groups) return fail("%s: key " ARCH "attention.output_group_count is %d; expected a divisor of %d heads", g->path, c->o_groups, c->n_heads);
+    bool indexed = false;
+    for (int i = 0; i < n_layers; i++) indexed |= c->ratio[i] == 4;
+    if (indexed && (read_int(g, "attention.indexer.head_count", 1, 65536, &c->index_heads) || read_int(g, "attention.indexer.key_length", c->rope_dim, 65536, &c->index_dim) ||
+                    read_int(g, "attention.indexer.top_k", 1, 1 << 24, &c->index_top_k))) return -1;
+    const tensor *embed = gguf_tensor(g, "token_embd.weight");
+    if (!embed) return fail("%s: tensor token_embd.weight is missing", g->path);
+    if (embed->dims[1] > 1 << 24) return fail("%s: tensor token_embd.weight: %lld rows, expected at most 2^24", g->path, (long long)embed->dims[1]);
+    return read_int_or(g, "vocab_size", 1, 1 << 24, (int)embed->dims[1], &c->n_vocab);
+}
+
+/* ---- reading tensors ---- */
+
+typedef struct {
+    model *m;
+    const gguf *g;
+    const char *prefix;     /* "blk.3.", "mtp.0.", "" */
+} reader;
+
+static const tensor *read_tensor(reader r, const char *name, int64_t d0, int64_t d1, int64_t d2) {
+    char full[160];
+    snprintf(full, sizeof full, "%s%s", r.prefix, name);
+    const tensor *t = gguf_tensor(r.g, full);
+    if (!t) {
+        fail("%s: tensor %s is missing", r.g->path, full);
+        return NULL;
+    }
+    bool flat = t->dims[0] == d0 && t->dims[1] * t->dims[2] * t->dims[3] == d1 * d2;
+    bool deep = d2 == 1 || (t->dims[1] == d1 && t->dims[2] == d2);
+    if (!flat || !deep) {
+        fail("%s: tensor %s has shape {%lld, %lld, %lld}, expected {%lld, %lld, %lld}", r.g->path, full, (long long)t->dims[0], (long long)t->dims[1],
+             (long long)t->dims[2] * (long long)t->dims[3], (long long)d0, (long long)d1, (long long)d2);
+        return NULL;
+    }
+    *r.m->counting += (int64_t)t->bytes;
+    return t;
+}
+
+/* A matrix (or, with n_experts > 1, as many of them) used where it lies in the file. */
+static int read_matrix(reader r, const char *name, int64_t n_in, int64_t n_out, int64_t n_experts, matrix *out) {
+    const tensor *t = read_tensor(r, name, n_in, n_out, n_experts);
+    if (!t) return -1;
+    const type_info *type = type_find(t->type);
+    if (!type || t->type == T_I32)
+        return fail("%s: tensor %s%s has type %s, which ds4 does not read (it reads F32 F16 BF16 Q8_0 Q4_0 Q4_K Q5_K Q6_K Q3_K Q2_K IQ2_XXS MXFP4)", r.g->path, r.prefix, name, type_name(t->type));
+    size_t stride = (size_t)type_row_bytes(t->type, n_in);
+    *out = (matrix){t->data, t->type, type->act, n_in, n_out, stride, stride * (size_t)n_out};
+    return 0;
+}
+
+/* A small tensor as float32 of the engine's own. */
+static int read_floats(reader r, const char *name, int64_t d0, int64_t d1, float **out) {
+    matrix w;
+    if (read_matrix(r, name, d0, d1, 1, &w)) return -1;
+    float *values = mem_array((size_t)(d0 * d1), sizeof *values);
+    if (!values) return -1;
+    r.m->owned[r.m->n_owned++] = values;
+    const kernels *k = kernels_named("scalar");
+    for (int64_t i = 0; i < d1; i++) k->dequantise(w.type, d0, w.data + (size_t)i * w.stride, values + i * d0);
+    *out = values;
+    return 0;
+}
+
+static int read_hyper(reader r, const char *name, bool collapse, hyper *out) {
+    const config *c = &r.m->c;
+    char fn[64], base[64], scale[64];
+    snprintf(fn, sizeof fn, "%sfn.weight", name);
+    snprintf(base, sizeof base, "%sbase.weight", name);
+    snprintf(scale, sizeof scale, "%sscale.weight", name);
+    int n = c->n_streams, mixes = collapse ? n : n * (2 + n);
+    return read_matrix(r, fn, (int64_t)n * c->dim, mixes, 1, &out->fn) || read_floats(r, base, mixes, 1, &out->base) || read_floats(r, scale, collapse ? 1 : 3, 1, &out->scale) ? -1 : 0;
+}
+
+static int read_compressor(reader r, const char *name, int ratio, int width, compressor *out) {
+    const config *c = &r.m->c;
+    char kv[64], gate[64], ape[64], norm[64];
+    snprintf(kv, sizeof kv, "%s_kv.weight", name);
+    snprintf(gate, sizeof gate, "%s_gate.weight", name);
+    snprintf(ape, sizeof ape, "%s_ape.weight", name);
+    snprintf(norm, sizeof norm, "%s_norm.weight", name);
+    out->parts = ratio == 4 ? 2 : 1;
+    out->width = width;
+    int64_t channels = (int64_t)out->parts * width;
+    return read_matrix(r, kv, c->dim, channels, 1, &out->kv) || read_matrix(r, gate, c->dim, channels, 1, &out->gate) || read_floats(r, ape, channels, ratio, &out->ape) ||
+           read_floats(r, norm, width, 1, &out->norm) ? -1 : 0;
+}
+
+static int read_attention(reader r, layer *l) {
+    const config *c = &r.m->c;
+    int64_t heads = (int64_t)c->n_heads * c->head_dim, lows = (int64_t)c->o_groups * c->o_rank;
+    if (read_hyper(r, "hc_attn_", false, &l->hc_attn) || read_floats(r, "attn_norm.weight", c->dim, 1, &l->attn_norm) || read_matrix(r, "attn_q_a.weight", c->dim, c->q_rank, 1, &l->q_a) ||
+        read_floats(r, "attn_q_a_norm.weight", c->q_rank, 1, &l->q_a_norm) || read_matrix(r, "attn_q_b.weight", c->q_rank, heads, 1, &l->q_b) ||
+        read_matrix(r, "attn_kv.weight", c->dim, c->head_dim, 1, &l->kv) || read_floats(r, "attn_kv_a_norm.weight", c->head_dim, 1, &l->kv_norm) ||
+        read_floats(r, "attn_sinks.weight", c->n_heads, 1, &l->sinks) || read_matrix(r, "attn_output_a.weight", heads / c->o_groups, lows, 1, &l->o_a) ||
+        read_matrix(r, "attn_output_b.weight", lows, c->dim, 1, &l->o_b)) return -1;
+    if (l->ratio > 0 && read_compressor(r, "attn_compressor", l->ratio, c->head_dim, &l->comp)) return -1;
+    if (l->ratio != 4) return 0;
+    return read_compressor(r, "indexer_compressor", 4, c->index_dim, &l->index) || read_matrix(r, "indexer.attn_q_b.weight", c->q_rank, (int64_t)c->index_heads * c->index_dim, 1, &l->index_q) ||
+           read_matrix(r, "indexer.proj.weight", c->dim, c->index_heads, 1, &l->index_w) ? -1 : 0;
+}
+
+static int read_hash(reader r, layer *l) {
+    const config *c = &r.m->c;
+    const tensor *t = read_tensor(r, "ffn_gate_tid2eid.weight", c->n_used, c->n_vocab, 1);
+    if (!t) return -1;
+    if (t->type != T_I32) return fail("%s: tensor %sffn_gate_tid2eid.weight has type %s, expected I32", r.g->path, r.prefix, type_name(t->type));
+    l->hash = (const int32_t *)(const void *)t->data;
+    for (int64_t i = 0; i < (int64_t)c->n_used * c->n_vocab; i++)
+        if (l->hash[i] < 0 || l->hash[i] >= c->n_experts)
+            return fail("%s: tensor %sffn_gate_tid2eid.weight: token %lld goes to expert %d, there are %d", r.g->path, r.prefix, (long long)(i / c->n_used), l->hash[i], c->n_experts);
+    return 0;
+}
+
+/* Block i of the target, or the head's (i = n_layers). */
+static int read_layer(reader r, int i, layer *l) {
+    const config *c = &r.m->c;
+    l->ratio = c->ratio[i];
+    l->clamp = c->clamp[i];
+    l->clamp_shared = c->clamp_shared[i];
+    l->ff = c->expert_ff[i];
+    l->shared_ff = l->ff * c->n_shared;
+    if (read_attention(r, l) || read_hyper(r, "hc_ffn_", false, &l->hc_ffn) || read_floats(r, "ffn_norm.weight", c->dim, 1, &l->ffn_norm) ||
+        read_matrix(r, "ffn_gate_inp.weight", c->dim, c->n_experts, 1, &l->router) || read_matrix(r, "ffn_gate_exps.weight", c->dim, l->ff, c->n_experts, &l->gate) ||
+        read_matrix(r, "ffn_up_exps.weight", c->dim, l->ff, c->n_experts, &l->up) || read_matrix(r, "ffn_down_exps.weight", l->ff, c->dim, c->n_experts, &l->down) ||
+        read_matrix(r, "ffn_gate_shexp.weight", c->dim, l->shared_ff, 1, &l->shared_gate) || read_matrix(r, "ffn_up_shexp.weight", c->dim, l->shared_ff, 1, &l->shared_up) ||
+        read_matrix(r, "ffn_down_shexp.weight", l->shared_ff, c->dim, 1, &l->shared_down)) return -1;
+    return i < c->n_hash && i < c->n_layers ? read_hash(r, l) : read_floats(r, "exp_probs_b.bias", c->n_experts, 1, &l->router_bias);
+}
+
+/* ---- target ---- */
+
+/* How many blocks the file's block_count says, and whether the last one is a head: the tensors decide, not the key. */
+static int count_layers(const gguf *g, int *n_layers, bool *has_head) {
+    int blocks;
+    char name[64];
+    if (read_int(g, "block_count", 1, MAX_LAYERS, &blocks)) return -1;
+    *has_head = false;
+    for (int i = max_int(0, blocks - 1); i <= blocks; i++) {
+        snprintf(name, sizeof name, "blk.%d.nextn.enorm.weight", i);
+        if (!gguf_tensor(g, name)) continue;
+        *has_head = true;
+        *n_layers = i;
+        return 0;
+    }
+    *n_layers = blocks;
+    return 0;
+}
+
+static bool is_dspark(const gguf *g, str arch) {
+    return str_is(arch, "deepseek4-dspark") || str_is(arch, "dflash") || gguf_tensor(g, "mtp.0.main_proj.weight") || gguf_tensor(g, "mtp.2.markov_head.weight") ||
+           gguf_tensor(g, "mtp.2.confidence_head.weight") || gguf_tensor(g, "mtp.2.markov_head.markov_w1.weight") || gguf_tensor(g, "mtp.2.confidence_head.proj.weight");
+}
+
+static int check_target_arch(const gguf *g) {
+    str arch = meta_string(g, "general.architecture");
+    if (!arch.p) return fail("%s: key general.architecture is missing", g->path);
+    if (is_dspark(g, arch)) return fail("%s: holds a DSpark drafter, which ds4 does not read; expected a target of architecture deepseek4", g->path);
+    if (str_is(arch, "deepseek4_mtp_support")) return fail("%s: is an MTP head (architecture deepseek4_mtp_support), not a target; give it as the head", g->path);
+    if (!str_is(arch, "deepseek4")) return fail("%s: architecture is %.*s; expected deepseek4", g->path, STR_ARG(arch));
+    if (!gguf_tensor(g, "blk.0.attn_norm.weight")) {
+        int layers;
+        bool head = false;
+        if (count_layers(g, &layers, &head)) return -1;
+        return head ? fail("%s: holds an MTP head only, not a target; give it as the head", g->path) : fail("%s: tensor blk.0.attn_norm.weight is missing", g->path);
+    }
+    return 0;
+}
+
+/* Sizes, names and types of every tensor, and bytes from the middle of each: enough to tell two models apart at once. */
+static uint64_t file_identity(const gguf *g) {
+    uint64_t h = 0;
+    for (size_t i = 0; i < g->n_tensors; i++) {
+        const tensor *t = &g->tensors[i];
+        h = checksum(h, t->name.p, t->name.n);
+        h = checksum(h, t->dims, sizeof t->dims);
+        h = checksum(h, &t->type, sizeof t->type);
+        size_t sample = t->bytes < 256 ? (size_t)t->bytes : 256;
+        h = checksum(h, t->data + (t->bytes - sample) / 2, sample);
+    }
+    for (size_t i = 0; i < g->n_metas; i++)
+        if (!str_is(g->metas[i].key, "general.name")) h = checksum(checksum(h, g->metas[i].key.p, g->metas[i].key.n), g->metas[i].value, (size_t)(g->metas[i].end - g->metas[i].value));
+    return h;
+}
+
+/* Radians a position of pair i, plain and for compressed layers with YaRN. */
+static int model_rope(model *m) {
+    const config *c = &m->c;
+    int pairs = c->rope_dim / 2;
+    m->freq = mem_array((size_t)pairs, sizeof(double));
+    m->freq_compressed = mem_array((size_t)pairs, sizeof(double));
+    if (!m->freq || !m->freq_compressed) return -1;
+    double ln_base = d_log(c->rope_base_compressed), two_pi = 6.283185307179586476925;
+    double low = floor(c->rope_dim * d_log(c->yarn_original / (c->yarn_fast * two_pi)) / (2 * ln_base));
+    double high = ceil(c->rope_dim * d_log(c->yarn_original / (c->yarn_slow * two_pi)) / (2 * ln_base));
+    if (low < 0) low = 0;
+    if (high > c->rope_dim - 1) high = c->rope_dim - 1;
+    double span = high - low > 0.001 ? high - low : 0.001;
+    for (int i = 0; i < pairs; i++) {
+        m->freq[i] = d_exp(-2.0 * i / c->rope_dim * d_log(c->rope_base));
+        double f = d_exp(-2.0 * i / c->rope_dim * ln_base), ramp = (i - low) / span;
+        ramp = ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
+        m->freq_compressed[i] = f * (1 - ramp) + f / c->yarn_factor * ramp;
+    }
+    return 0;
+}
+
+static int load_target(model *m) {
+    const gguf *g = m->file;
+    int n_layers = 0;
+    if (check_target_arch(g) || count_layers(g, &n_layers, &m->file_has_head) || read_config(g, &m->c, n_layers)) return -1;
+    const config *c = &m->c;
+    m->counting = &m->weight_bytes;
+    reader r = {m, g, ""};
+    m->layers = mem_array((size_t)n_layers, sizeof *m->layers);
+    if (!m->layers || model_rope(m) || read_matrix(r, "token_embd.weight", c->dim, c->n_vocab, 1, &m->embed)) return -1;
+    if (!gguf_tensor(g, "output.weight")) m->output = m->embed;
+    else if (read_matrix(r, "output.weight", c->dim, c->n_vocab, 1, &m->output)) return -1;
+    if (read_floats(r, "output_norm.weight", c->dim, 1, &m->output_norm) || read_hyper(r, "output_hc_", true, &m->collapse)) return -1;
+    for (int i = 0; i < n_layers; i++) {
+        char prefix[32];
+        snprintf(prefix, sizeof prefix, "blk.%d.", i);
+        r.prefix = prefix;
+        if (read_layer(r, i, &m->layers[i])) return -1;
+    }
+    m->identity = file_identity(g);
+    return 0;
+}
+
+/* ---- head ---- */
+
+/* Where a head's file states sizes, they must be the target's; its tokens too. */
+static int check_same_sizes(const model *m, const gguf *h) {
+    static const struct { const char *key; size_t at; const char *what; } sizes[] = {
+        {"embedding_length", offsetof(config, dim), "width"}, {"hyper_connection.count", offsetof(config, n_streams), "streams"}, {"vocab_size", offsetof(config, n_vocab), "vocabulary"},
+        {"attention.head_count", offsetof(config, n_heads), "attention heads"}, {"attention.key_length", offsetof(config, head_dim), "head width"},
+        {"expert_count", offsetof(config, n_experts), "experts"}, {"expert_used_count", offsetof(config, n_used), "experts used"}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        int expected = *(const int *)(const void *)((const char *)&m->c + sizes[i].at), got;
+        if (read_int_or(h, sizes[i].key, INT_MIN, INT_MAX, expected, &got)) return -1;
+        if (got != expected) return fail("%s: the head's %s is %d (key " ARCH "%s), the target's is %d", h->path, sizes[i].what, got, sizes[i].key, expected);
+    }
+    const meta *a = gguf_meta(h, "tokenizer.ggml.tokens"), *b = gguf_meta(m->file, "tokenizer.ggml.tokens");
+    if (a && b && (a->count != b->count || a->end - a->value != b->end - b->value || memcmp(a->value, b->value, (size_t)(a->end - a->value))))
+        return fail("%s: the head's vocabulary (tokenizer.ggml.tokens, %llu) is not the target's (%llu)", h->path, (unsigned long long)a->count, (unsigned long long)b->count);
+    return 0;
+}
+
+/* ds4's layout: mtp.0.*, a file of its own. The first shapes checked are those that tell a foreign head. */
+static int load_head_ds4(model *m, const gguf *g) {
+    const config *c = &m->c;
+    mtp_head *h = &m->head;
+    reader r = {m, g, "mtp.0."};
+    return read_matrix(r, "e_proj.weight", c->dim, c->dim, 1, &h->e_proj) || read_matrix(r, "h_proj.weight", c->dim, c->dim, 1, &h->h_proj) || read_floats(r, "enorm.weight", c->dim, 1, &h->enorm) ||
+           read_floats(r, "hnorm.weight", c->dim, 1, &h->hnorm) || read_floats(r, "norm.weight", c->dim, 1, &h->norm) || read_hyper(r, "hc_head_", true, &h->collapse) ||
+           read_layer(r, c->n_layers, &h->block) ? -1 : 0;
+}
+
+/* llama.cpp's layout: blk.<layers>.*, in a file of its own or in the target's. */
+static int load_head_llama(model *m, const gguf *g, int index) {
+    const config *c = &m->c;
+    mtp_head *h = &m->head;
+    char prefix[32], name[64];
+    snprintf(prefix, sizeof prefix, "blk.%d.", index);
+    reader r = {m, g, prefix}, outer = {m, g, ""};
+    matrix both;
+    if (read_matrix(r, "nextn.eh_proj.weight", 2 * (int64_t)c->dim, c->dim, 1, &both)) return -1;
+    const type_info *type = type_find(both.type);
+    if (c->dim % type->block) return fail("%s: tensor %snextn.eh_proj.weight: its halves of %d values do not fill blocks of type %s", g->path, prefix, c->dim, type->name);
+    h->e_proj = h->h_proj = both;
+    h->e_proj.n_in = h->h_proj.n_in = c->dim;
+    h->h_proj.data += c->dim / type->block * type->bytes;
+    snprintf(name, sizeof name, "%snextn.hc_head_fn.weight", prefix);
+    bool own = gguf_tensor(g, name);
+    return read_floats(r, "nextn.enorm.weight", c->dim, 1, &h->enorm) || read_floats(r, "nextn.hnorm.weight", c->dim, 1, &h->hnorm) || read_floats(r, "nextn.shared_head_norm.weight", c->dim, 1, &h->norm) ||
+           read_hyper(own ? r : outer, own ? "nextn.hc_head_" : "output_hc_", true, &h->collapse) || read_layer(r, c->n_layers, &h->block) ? -1 : 0;
+}
+
+static int load_head(model *m, bool internal) {
+    const gguf *g = internal ? m->file : m->head_file;
+    m->counting = &m->head_weight_bytes;
+    m->has_head = true;
+    if (internal) {
+        if (!m->file_has_head) return fail("%s: holds no MTP head (no blk.%d.nextn.* tensors)", g->path, m->c.n_layers);
+        return load_head_llama(m, g, m->c.n_layers);
+    }
+    m->head_identity = file_identity(g);
+    str arch = meta_string(g, "general.architecture");
+    if (!arch.p) return fail("%s: key general.architecture is missing", g->path);
+    if (is_dspark(g, arch)) return fail("%s: holds a DSpark drafter (of the July 2026 checkpoint), which ds4 does not read; expected an MTP head", g->path);
+    if (!str_is(arch, "deepseek4_mtp_support") && !str_is(arch, "deepseek4")) return fail("%s: architecture is %.*s; expected an MTP head (deepseek4_mtp_support, or deepseek4 with nextn.* tensors)", g->path, STR_ARG(arch));
+    if (check_same_sizes(m, g)) return -1;
+    if (gguf_tensor(g, "mtp.0.e_proj.weight")) return load_head_ds4(m, g);
+    int layers = m->c.n_layers;
+    bool nextn = false;
+    if (str_is(arch, "deepseek4") && count_layers(g, &layers, &nextn)) return -1;
+    if (!nextn) return fail("%s: holds no MTP head (neither mtp.0.* nor nextn.* tensors)%s", g->path, gguf_tensor(g, "blk.0.attn_norm.weight") ? "; it is a target" : "");
+    if (layers != m->c.n_layers) return fail("%s: the head's block is blk.%d, for a target of %d layers; this target has %d", g->path, layers, layers, m->c.n_layers);
+    return load_head_llama(m, g, layers);
+}
+
+static void model_free(model *m) {
+    if (!m) return;
+    for (int i = 0; i < m->n_owned; i++) mem_free(m->owned[i]);
+    mem_free(m->layers);
+    mem_free(m->freq);
+    mem_free(m->freq_compressed);
+    gguf_close(m->file);
+    gguf_close(m->head_file);
+    mem_free(m);
+}
+
+static model *model_load(const char *path, const char *head_path, bool internal_head) {
+    model *m = mem_new(sizeof *m);
+    if (!m) return NULL;
+    if (!(m->file = gguf_open(path)) || load_target(m)) goto bad;
+    if (head_path && !(m->head_file = gguf_open(head_path))) goto bad;
+    if ((head_path || internal_head) && load_head(m, !head_path)) goto bad;
+    return m;
+bad:
+    model_free(m);
+    return NULL;
+}
+
+/* ============================================================================================================================
+ * 7. Row operations
+ *
+ * What a pass is made of: products of weight matrices with many rows, and small per-row arithmetic. All of it reaches the
+ * processor through a device: a thread pool and a table of kernels. Threads split outputs and rows, never a sum.
+ * ========================================================================================================================== */
+
+typedef struct {
+    pool *pool;
+    const kernels *k;
+} device;
+
+/* Rows of activations that matrices are multiplied with. They are quantised when the first matrix asks for it, once a kind. */
+typedef struct {
+    int64_t n;
+    int rows, max_rows;
+    const float *f;             /* (rows, n) */
+    int8_t *q[3];               /* by act_kind */
+    float *d[3];
+    int16_t *sum[3];
+    bool ready[3];
+} input;
+
+static size_t input_bytes(int64_t n, int max_rows) { return (size_t)max_rows * (size_t)n * 2 * (1 + sizeof(float) / 32 + sizeof(int16_t) / 16); }
+
+static int input_new(input *in, int64_t n, int max_rows) {
+    *in = (input){.n = n, .max_rows = max_rows};
+    for (int kind = ACT_Q32; kind <= ACT_Q256; kind++) {
+        size_t values = (size_t)n * (size_t)max_rows;
+        if (!(in->q[kind] = mem_new(values)) || !(in->d[kind] = mem_array(values / 32 + 1, sizeof(float))) || !(in->sum[kind] = mem_array(values / 16 + 1, sizeof(int16_t)))) return -1;
+    }
+    return 0;
+}
+
+static void input_free(input *in) {
+    for (int kind = 0; kind < 3; kind++) {
+        mem_free(in->q[kind]);
+        mem_free(in->d[kind]);
+        mem_free(in->sum[kind]);
+    }
+}
+
+static void input_set(input *in, const float *f, int rows) {
+    in->f = f;
+    in->rows = rows;
+    in->ready[ACT_Q32] = in->ready[ACT_Q256] = false;
+}
+
+static acts input_acts(const input *in, act_kind kind) { return (acts){in->n, in->f, in->q[kind], in->d[kind], in->sum[kind]}; }
+
+/* Runs fn over rows, alone when all of them cost less than waking a thread (`cost`: about a nanosecond a unit). */
+static void run_rows(const device *dev, int64_t rows, int64_t cost, job_fn fn, void *ctx) {
+    int64_t grain = cost > 0 ? 20000 / cost : rows;
+    int64_t fair = (rows + dev->pool->threads * 4 - 1) / (dev->pool->threads * 4);
+    pool_run(dev->pool, rows, grain > fair ? grain : fair, fn, ctx);
+}
+
+typedef struct {
+    const device *dev;
+    input *in;
+    act_kind kind;
+} quantise_job;
+
+static void quantise_rows(void *ctx, int64_t begin, int64_t end, int thread) {
+    const quantise_job *j = ctx;
+    input *in = j->in;
+    int64_t block = j->kind == ACT_Q32 ? 32 : 256;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++)
+        j->dev->k->quantise(j->kind, in->n, in->f + r * in->n, in->q[j->kind] + r * in->n, in->d[j->kind] + r * (in->n / block), in->sum[j->kind] + r * (in->n / 16));
+}
+
+static void input_need(const device *dev, input *in, act_kind kind) {
+    if (kind == ACT_FLOAT || in->ready[kind]) return;
+    quantise_job job = {dev, in, kind};
+    run_rows(dev, in->rows, in->n / 8, quantise_rows, &job);
+    in->ready[kind] = true;
+}
+
+/* One product: out[j * ldo + o] = weight row o . input row rows[j], for j < m (rows NULL: j itself). */
+typedef struct {
+    const matrix *w;
+    const uint8_t *data;        /* w->data, or one expert's slab, or a group's first row */
+    int64_t n_out;
+    input *in;
+    const int32_t *rows;
+    int m;
+    float *out;
+    int64_t ldo;
+    int64_t tile, first;        /* outputs in a tile; number of the first tile */
+} product;
+
+static product product_of(const matrix *w, input *in, float *out) { return (product){.w = w, .data = w->data, .n_out = w->n_out, .in = in, .m = in->rows, .out = out, .ldo = w->n_out}; }
+
+typedef struct {
+    const device *dev;
+    const product *list;
+    int count;
+} products_job;
+
+static void product_tiles(void *ctx, int64_t begin, int64_t end, int thread) {
+    const products_job *j = ctx;
+    (void)thread;
+    int low = 0, high = j->count - 1;
+    while (low < high) {
+        int mid = (low + high + 1) / 2;
+        if (j->list[mid].first <= begin) low = mid;
+        else high = mid - 1;
+    }
+    for (const product *p = &j->list[low]; begin < end; p++) {
+        int64_t tiles = (p->n_out + p->tile - 1) / p->tile;
+        int64_t stop = end - p->first < tiles ? end - p->first : tiles;
+        int64_t o = (begin - p->first) * p->tile, o_end = stop * p->tile < p->n_out ? stop * p->tile : p->n_out;
+        acts x = input_acts(p->in, p->w->act);
+        if (o < o_end && p->m) j->dev->k->mat(p->w->type, p->w->n_in, p->data + (size_t)o * p->w->stride, p->w->stride, (int)(o_end - o), &x, p->rows, p->m, p->out + o, (size_t)p->ldo);
+        begin = p->first + stop;
+    }
+}
+
+/* Computes a list of products as one job for the pool. */
+static void products(const device *dev, product *list, int count) {
+    int64_t total = 0, tiles = 0;
+    for (int i = 0; i < count; i++) {
+        if (list[i].m) input_need(dev, list[i].in, list[i].w->act);
+        total += list[i].n_out * list[i].w->n_in * list[i].m;
+    }
+    int64_t share = total / (dev->pool->threads * 8) + 1, least = 1 << 15;
+    if (share < least) share = least;
+    for (int i = 0; i < count; i++) {
+        product *p = &list[i];
+        int64_t each = p->w->n_in * (p->m ? p->m : 1), tile = (share / each + 3) / 4 * 4;
+        p->tile = tile < 4 ? 4 : tile > p->n_out ? p->n_out : tile;
+        p->first = tiles;
+        tiles += (p->n_out + p->tile - 1) / p->tile;
+    }
+    products_job job = {dev, list, count};
+    pool_run(dev->pool, tiles, total < 2 * least ? tiles : 1, product_tiles, &job);
+}
+
+/* y = x / sqrt(mean(x^2) + eps) * weight (weight may be NULL). */
+static void rms_norm(const kernels *k, int64_t n, const float *x, const float *weight, float eps, float *y) {
+    float mean = k->sum_squares(n, x) / (float)n;
+    k->scale_mul(n, 1.0f / sqrtf(mean + eps), x, weight, y);
+}
+
+/* cos and sin of pos * freq[i], (pairs, 2). */
+static void rope_table(const double *freq, int pairs, int pos, float *table) {
+    for (int i = 0; i < pairs; i++) {
+        double s, c;
+        d_sincos((double)pos * freq[i], &s, &c);
+        table[2 * i] = (float)c;
+        table[2 * i + 1] = (float)s;
+    }
+}
+
+/* Rotates the adjacent pairs of x (2 * pairs wide); direction -1 is the inverse. */
+static void rope(float *x, int pairs, const float *table, float direction) {
+    for (int i = 0; i < pairs; i++) {
+        float a = x[2 * i], b = x[2 * i + 1], c = table[2 * i], s = table[2 * i + 1] * direction;
+        x[2 * i] = a * c - b * s;
+        x[2 * i + 1] = a * s + b * c;
+    }
+}
+
+/* From t = fn @ normalised streams: pre (n), post (n) and the mixing matrix (n, n) in place of it. */
+static void hyper_coefficients(const kernels *k, const hyper *h, int n, int iterations, float eps, float *t) {
+    float *c = t + 2 * n;
+    for (int i = 0; i < n; i++) {
+        t[i] = t[i] * h->scale[0] + h->base[i];
+        t[n + i] = t[n + i] * h->scale[1] + h->base[n + i];
+    }
+    k->sigmoid(2 * n, t, t);
+    for (int i = 0; i < n; i++) {
+        t[i] += eps;
+        t[n + i] *= 2.0f;
+    }
+    for (int i = 0; i < n * n; i++) c[i] = c[i] * h->scale[2] + h->base[2 * n + i];
+    for (int a = 0; a < n; a++) {
+        k->softmax(n, c + a * n, 0, false);
+        for (int b = 0; b < n; b++) c[a * n + b] += eps;
+    }
+    for (int step = 0; step < iterations; step++) {
+        for (int a = 0; step > 0 && a < n; a++) {
+            float sum = 0;
+            for (int b = 0; b < n; b++) sum += c[a * n + b];
+            for (int b = 0; b < n; b++) c[a * n + b] /= sum + eps;
+        }
+        for (int b = 0; b < n; b++) {
+            float sum = 0;
+            for (int a = 0; a < n; a++) sum += c[a * n + b];
+            for (int a = 0; a < n; a++) c[a * n + b] /= sum + eps;
+        }
+    }
+}
+
+/* A float as an integer of the same order; equal numbers (0 and -0 too) are equal, NaN has a place. */
+static uint32_t order_key(float x) {
+    uint32_t u;
+    x += 0.0f;
+    memcpy(&u, &x, 4);
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+
+/* The k largest of n values as ascending indexes, ties to the lower index. By radix selection: no sort, no data-dependent cost. */
+static void top_k_indexes(int n, const float *x, int k, int32_t *out) {
+    uint32_t prefix = 0, mask = 0;
+    int above = k;              /* of those equal to the prefix so far, how many are wanted */
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        int count[256] = {0};
+        for (int i = 0; i < n; i++) {
+            uint32_t key = order_key(x[i]);
+            if ((key & mask) == prefix) count[key >> shift & 255]++;
+        }
+        int digit = 255;
+        while (digit > 0 && count[digit] < above) above -= count[digit--];
+        prefix |= (uint32_t)digit << shift;
+        mask |= 255u << shift;
+    }
+    for (int i = 0, found = 0; i < n && found < k; i++) {
+        uint32_t key = order_key(x[i]);
+        if (key > prefix || (key == prefix && above-- > 0)) out[found++] = i;
+    }
+}
+
+/* The k best experts of one row in descending order of score + bias, ties to the lower index. */
+static void pick_experts(int n, const float *score, const float *bias, int k, int32_t *out) {
+    for (int j = 0; j < k; j++) {
+        int best = -1;
+        uint32_t best_key = 0;
+        for (int i = 0; i < n; i++) {
+            bool taken = false;
+            for (int q = 0; q < j; q++) taken |= out[q] == i;
+            uint32_t key = order_key(score[i] + bias[i]);
+            if (!taken && (best < 0 || key > best_key)) {
+                best = i;
+                best_key = key;
+            }
+        }
+        out[j] = best;
+    }
+}
+
+/* ============================================================================================================================
+ * 8. Caches
+ *
+ * Everything a session remembers, by absolute position. A ring of size N holds position p in slot p mod N. All rows of a pass
+ * are written before the first one attends, rejected ones included, so a ring needs
+ *
+ *     what a row looks back on + the most rows of one session in a pass + how far a rewind may go
+ *
+ * rows: window - 1 back for raw rows; 2r - 1 for the compressors of r = 4, whose windows overlap; r - 1 for others. One fewer
+ * is wrong. Compressed and index rows have a row for each window, written when its last position is processed and written
+ * again when it is processed again. A row at p reads floor((p + 1) / r) of them: from its own position, never from a counter.
+ * So going back is setting the position.
+ * ========================================================================================================================== */
+
+typedef struct {
+    int ring, need;             /* raw rows in the ring */
+    uint8_t *raw;               /* (ring, kv row) */
+    int ratio, comp_ring, comp_need, windows;
+    float *kv, *gate;           /* (comp_ring, c * head_dim), ape added to the gate */
+    uint8_t *rows;              /* (windows, kv row) */
+    float *index_kv, *index_gate;   /* (comp_ring, 2 * index_dim) */
+    uint8_t *index_rows;        /* (windows, index row) */
+} cache;
+
+typedef struct {
+    size_t kv_row, index_row;   /* bytes */
+    size_t streams;             /* floats */
+} row_sizes;
+
+typedef struct drafter drafter;
+
+struct ds4_session {
+    ds4_engine *engine;
+    ds4_session *next, **link;  /* the engine's list of open sessions */
+    int ctx, max_rewind, batch; /* batch: the most rows of this session in a pass */
+    int position;               /* tokens committed */
+    int floor;                  /* the highest position ever reached (since the last rewind to 0) less max_rewind, at least 0 */
+    int written;                /* rows ever written, rejected ones included */
+    int *tokens;                /* (ctx + DS4_MAX_DRAFT + 1,) */
+    cache *caches;              /* a layer each, then the head's */
+    float *streams;             /* (stream_ring, n_streams * dim): the target's last streams */
+    int stream_ring, stream_need;
+    int head_from, head_to;     /* head rows made of the target's own streams: [head_from, head_to) */
+    float *head_streams;        /* (n_streams * dim): the head's last output, for a deeper draft */
+    float *logits;              /* (DS4_MAX_DRAFT + 1, n_vocab): rows of the last pass */
+    int logits_row;             /* which of them belongs to the position; -1: none */
+    int step_rows;              /* rows that the last step committed, 0 after other calls */
+    const drafter *drafter;
+    void *drafter_ctx;
+    int draft;
+    float margin;
+    int *stops;
+    size_t n_stops;
+    bool ignore_eos;
+    _Atomic bool cancel;
+    ds4_stats stats;
+};
+
+/* f16 rows of the rotary tail first, then E4M3 bytes, then one scale for each 64 of them. */
+static size_t kv_row_bytes(const config *c, ds4_kv_type type) {
+    size_t n = (size_t)c->head_dim, tail = (size_t)c->rope_dim;
+    if (type == DS4_KV_F32) return n * 4;
+    if (type == DS4_KV_F16) return n * 2;
+    return (2 * tail + (n - tail) + (n - tail) / 64 + 1) / 2 * 2;
+}
+
+static void kv_store(const kernels *k, const config *c, ds4_kv_type type, const float *x, uint8_t *out) {
+    int64_t n = c->head_dim, tail = c->rope_dim;
+    if (type == DS4_KV_F32) memcpy(out, x, (size_t)n * 4);
+    else if (type == DS4_KV_F16) k->f16_store(n, x, (uint16_t *)(void *)out);
+    else {
+        k->f16_store(tail, x + n - tail, (uint16_t *)(void *)out);
+        k->fp8_store(n - tail, x, out + 2 * tail, out + 2 * tail + n - tail);
+    }
+}
+
+/* The row as float32: in place for f32, else unpacked into `room`. */
+static const float *kv_load(const kernels *k, const config *c, ds4_kv_type type, const uint8_t *row, float *room) {
+    int64_t n = c->head_dim, tail = c->rope_dim;
+    if (type == DS4_KV_F32) return (const float *)(const void *)row;
+    if (type == DS4_KV_F16) k->f16_load(n, (const uint16_t *)(const void *)row, room);
+    else {
+        k->f16_load(tail, (const uint16_t *)(const void *)row, room + n - tail);
+        k->fp8_load(n - tail, row + 2 * tail, row + 2 * tail + n - tail, room);
+    }
+    return room;
+}
+
+static size_t index_row_bytes(const config *c, ds4_kv_type type) { return (size_t)c->index_dim * (type == DS4_KV_F32 ? 4 : 2); }
+
+static void index_store(const kernels *k, const config *c, ds4_kv_type type, const float *x, uint8_t *out) {
+    if (type == DS4_KV_F32) memcpy(out, x, (size_t)c->index_dim * 4);
+    else k->f16_store(c->index_dim, x, (uint16_t *)(void *)out);
+}
+
+static const float *index_load(const kernels *k, const config *c, ds4_kv_type type, const uint8_t *row, float *room) {
+    if (type == DS4_KV_F32) return (const float *)(const void *)row;
+    k->f16_load(c->index_dim, (const uint16_t *)(const void *)row, room);
+    return room;
+}
+
+static void cache_free(cache *c) {
+    mem_free(c->raw);
+    mem_free(c->kv);
+    mem_free(c->gate);
+    mem_free(c->rows);
+    mem_free(c->index_kv);
+    mem_free(c->index_gate);
+    mem_free(c->index_rows);
+}
+
+/* Sizes of a cache for a layer of this ratio; nothing is allocated. */
+static cache cache_sizes(const config *c, int ratio, int ctx, int slack) {
+    cache out = {.need = c->window - 1, .ratio = ratio};
+    out.ring = out.need + slack;
+    if (ratio > 0) {
+        out.comp_need = ratio == 4 ? 2 * ratio - 1 : ratio - 1;
+        out.comp_ring = out.comp_need + slack;
+        out.windows = ctx / ratio;
+    }
+    return out;
+}
+
+static int64_t cache_bytes(const config *c, const cache *k, ds4_kv_type type) {
+    int64_t row = (int64_t)kv_row_bytes(c, type), parts = k->ratio == 4 ? 2 : 1;
+    int64_t bytes = k->ring * row;
+    if (k->ratio > 0) bytes += k->windows * row + 2 * k->comp_ring * parts * c->head_dim * 4;
+    if (k->ratio == 4) bytes += k->windows * (int64_t)index_row_bytes(c, type) + 2 * (int64_t)k->comp_ring * 2 * c->index_dim * 4;
+    return bytes;
+}
+
+static int cache_new(cache *out, const config *c, int ratio, int ctx, int slack, ds4_kv_type type) {
+    *out = cache_sizes(c, ratio, ctx, slack);
+    size_t row = kv_row_bytes(c, type), ring = (size_t)out->comp_ring, windows = (size_t)out->windows, parts = ratio == 4 ? 2 : 1;
+    if (!(out->raw = mem_array((size_t)out->ring, row))) return -1;
+    if (ratio == 0) return 0;
+    size_t channels = parts * (size_t)c->head_dim * sizeof(float), index_channels = 2 * (size_t)c->index_dim * sizeof(float);
+    if (!(out->kv = mem_array(ring, channels)) || !(out->gate = mem_array(ring, channels)) || !(out->rows = mem_array(windows, row))) return -1;
+    if (ratio != 4) return 0;
+    return (out->index_kv = mem_array(ring, index_channels)) && (out->index_gate = mem_array(ring, index_channels)) && (out->index_rows = mem_array(windows, index_row_bytes(c, type))) ? 0 : -1;
+}
+
+/* ============================================================================================================================
+ * 9. Forward
+ *
+ * The only way a model runs. A row is (session, position, token); a pass is some rows, those of one session together and in
+ * ascending order: one row to decode, 1 + K to verify, a chunk of the prompt, rows of many sessions to serve them at once. It is
+ * layer-major: all rows pass layer 0, then layer 1, ... Each function below is one line of the model's description, for all
+ * rows of the pass; buffers are the engine's, one pass runs at a time.
+ * ========================================================================================================================== */
+
+typedef struct {
+    int rows;                   /* the most rows of a pass */
+    float *x, *x_next;          /* (rows, n_streams * dim): the residual streams */
+    float *mix_in;              /* (rows, n_streams * dim): normalised */
+    float *mix;                 /* (rows, n_streams * (2 + n_streams)): pre, post, C */
+    float *y, *out;             /* (rows, dim): a sub-block's input and output */
+    float *rope, *rope_compressed;  /* (rows, rope_dim): cos and sin by pair */
+    float *qr, *q, *kv;         /* (rows, q_rank), (rows, n_heads * head_dim), (rows, head_dim) */
+    float *comp_kv, *comp_gate; /* (rows, c * head_dim) */
+    float *index_kv, *index_gate, *index_q, *index_w;
+    float *index_scores;        /* (index_group, windows of a full context) */
+    int32_t *selected;          /* (rows, index_top_k): the compressed rows a row sees, ascending */
+    float *attended, *low;      /* (rows, n_heads * head_dim), (rows, o_groups * o_rank) */
+    int32_t *group_rows;        /* (o_groups, rows) */
+    float *scores;              /* (rows, n_experts) */
+    int32_t *picks;             /* (rows, n_used) */
+    float *pick_weights;        /* (rows, n_used) */
+    int32_t *slots, *slot_rows; /* (rows, n_used) -> slot; slot -> row: slots are grouped by expert */
+    int32_t *expert_start;      /* (n_experts + 1,) */
+    int32_t *iota;              /* 0, 1, 2, ... */
+    float *gate, *up, *down;    /* (rows * n_used, ff or dim) */
+    float *shared_gate, *shared_up;
+    float *head_e, *head_norm;  /* (rows, dim), (rows * n_streams, dim): embeddings and streams, normalised */
+    product *list;              /* (2 * n_experts + 8,) */
+    float **thread_room;        /* a thread each: rows unpacked to f32, attention scores */
+    size_t thread_floats;
+    int index_group;
+    input in_mix, in_y, in_qr, in_heads, in_low, in_act, in_shared, in_e, in_h;
+    void *owned[64];
+    int n_owned;
+    int64_t bytes;
+} scratch;
+
+typedef struct {
+    ds4_session *s;
+    int position, token;
+} pass_row;
+
+struct ds4_engine {
+    model *model;
+    device dev;
+    scratch s;
+    ds4_kv_type kv_type;
+    row_sizes sizes;
+    int ctx, max_rewind, chunk, draft;
+    float margin;
+    ds4_gen gen;
+    bool conf_log;
+    ds4_log_fn log;
+    ds4_progress_fn progress;
+    void *callback_ctx;
+    struct tokenizer *tokens;   /* NULL: token ids only */
+    str *token_list, *merge_list;
+    int32_t *token_types;
+    int bos, eos;
+    bool base_model;
+    char *model_path, *head_path, *name;
+    pass_row *row_room;              /* (rows,): the pass being put together */
+    const float **stream_room;
+    float *draft_logits;        /* (n_vocab,) */
+    struct candidate *candidates;   /* (n_vocab,) */
+    pthread_mutex_t run;        /* one pass at a time; also guards the list of sessions */
+    ds4_session *sessions;
+};
+
+typedef struct {
+    ds4_engine *e;
+    const pass_row *rows;
+    int n;
+    const layer *l;
+    int index;                  /* of the layer in a session's caches */
+} pass;
+
+static cache *row_cache(const pass *p, int r) { return &p->rows[r].s->caches[p->index]; }
+
+/* ---- hyper-connections ---- */
+
+typedef struct {
+    const pass *p;
+    const hyper *h;
+    const float *norm;
+} hyper_job;
+
+static void normalise_streams(void *ctx, int64_t begin, int64_t end, int thread) {
+    const hyper_job *j = ctx;
+    ds4_engine *e = j->p->e;
+    int64_t width = (int64_t)e->sizes.streams;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) rms_norm(e->dev.k, width, e->s.x + r * width, NULL, e->model->c.norm_eps, e->s.mix_in + r * width);
+}
+
+static void mix_streams(void *ctx, int64_t begin, int64_t end, int thread) {
+    const hyper_job *j = ctx;
+    ds4_engine *e = j->p->e;
+    const config *c = &e->model->c;
+    const kernels *k = e->dev.k;
+    int n = c->n_streams;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) {
+        float *t = e->s.mix + r * n * (2 + n), *y = e->s.y + r * c->dim;
+        const float *x = e->s.x + r * n * c->dim;
+        hyper_coefficients(k, j->h, n, c->sinkhorn, c->hc_eps, t);
+        k->scale_mul(c->dim, t[0], x, NULL, y);
+        for (int i = 1; i < n; i++) k->axpy(c->dim, t[i], x + i * c->dim, y);
+        rms_norm(k, c->dim, y, j->norm, c->norm_eps, y);
+    }
+}
+
+/* y = norm(sum_i pre_i X_i), a sub-block's input; post and C stay in `mix`. */
+static void hyper_enter(const pass *p, const hyper *h, const float *norm) {
+    ds4_engine *e = p->e;
+    hyper_job job = {p, h, norm};
+    run_rows(&e->dev, p->n, (int64_t)e->sizes.streams / 8, normalise_streams, &job);
+    input_set(&e->s.in_mix, e->s.mix_in, p->n);
+    product fn = product_of(&h->fn, &e->s.in_mix, e->s.mix);
+    products(&e->dev, &fn, 1);
+    run_rows(&e->dev, p->n, (int64_t)e->sizes.streams / 4 + 500, mix_streams, &job);
+    input_set(&e->s.in_y, e->s.y, p->n);
+}
+
+static void add_streams(void *ctx, int64_t begin, int64_t end, int thread) {
+    const pass *p = ctx;
+    ds4_engine *e = p->e;
+    const kernels *k = e->dev.k;
+    int n = e->model->c.n_streams, dim = e->model->c.dim;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) {
+        const float *post = e->s.mix + r * n * (2 + n) + n, *c = post + n, *x = e->s.x + r * n * dim;
+        for (int b = 0; b < n; b++) {
+            float *next = e->s.x_next + (r * n + b) * dim;
+            k->scale_mul(dim, post[b], e->s.out + r * dim, NULL, next);
+            for (int a = 0; a < n; a++) k->axpy(dim, c[a * n + b], x + a * dim, next);
+        }
+    }
+}
+
+/* X'_b = post_b * out + sum_a C[a,b] X_a. */
+static void hyper_leave(pass *p) {
+    ds4_engine *e = p->e;
+    run_rows(&e->dev, p->n, (int64_t)e->sizes.streams * e->model->c.n_streams / 8, add_streams, p);
+    float *swap = e->s.x;
+    e->s.x = e->s.x_next;
+    e->s.x_next = swap;
+}
+
+/* ---- attention: projections ---- */
+
+static void finish_q_kv(void *ctx, int64_t begin, int64_t end, int thread) {
+    const pass *p = ctx;
+    ds4_engine *e = p->e;
+    const config *c = &e->model->c;
+    const kernels *k = e->dev.k;
+    int d = c->head_dim, pairs = c->rope_dim / 2;
+    const float *tables = p->l->ratio ? e->s.rope_compressed : e->s.rope;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) {
+        const float *table = tables + r * c->rope_dim;
+        float *q = e->s.q + r * c->n_heads * d;
+        for (int h = 0; h < c->n_heads; h++, q += d) {
+            rms_norm(k, d, q, NULL, c->norm_eps, q);
+            rope(q + d - c->rope_dim, pairs, table, 1);
+        }
+    }
+}
+
+/* The kv row: norm, rotation, rounding, and into the ring at its position. */
+static void store_kv(const pass *p) {
+    ds4_engine *e = p->e;
+    const config *c = &e->model->c;
+    const float *tables = p->l->ratio ? e->s.rope_compressed : e->s.rope;
+    for (int r = 0; r < p->n; r++) {
+        cache *to = row_cache(p, r);
+        float *kv = e->s.kv + (int64_t)r * c->head_dim;
+        rms_norm(e->dev.k, c->head_dim, kv, p->l->kv_norm, c->norm_eps, kv);
+        rope(kv + c->head_dim - c->rope_dim, c->rope_dim / 2, tables + (int64_t)r * c->rope_dim, 1);
+        kv_store(e->dev.k, c, e->kv_type, kv, to->raw + (size_t)(p->rows[r].position % to->ring) * e->sizes.kv_row);
+    }
+}
+
+static void norm_qr(void *ctx, int64_t begin, int64_t end, int thread) {
+    const pass *p = ctx;
+    ds4_engine *e = p->e;
+    int64_t n = e->model->c.q_rank;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) rms_norm(e->dev.k, n, e->s.qr + r * n, p->l->q_a_norm, e->model->c.norm_eps, e->s.qr + r * n);
+}
+
+/* Everything that is projected from y at once, then from qr. */
+static void project(const pass *p) {
+    ds4_engine *e = p->e;
+    const config *c = &e->model->c;
+    const layer *l = p->l;
+    scratch *s = &e->s;
+    product *list = s->list;
+    int n = 0;
+    list[n++] = product_of(&l->q_a, &s->in_y, s->qr);
+    list[n++] = product_of(&l->kv, &s->in_y, s->kv);
+    if (l->ratio > 0) {
+        list[n++] = product_of(&l->comp.kv, &s->in_y, s->comp_kv);
+        list[n++] = product_of(&l->comp.gate, &s->in_y, s->comp_gate);
+    }
+    if (l->ratio == 4) {
+        list[n++] = product_of(&l->index.kv, &s->in_y, s->index_kv);
+        list[n++] = product_of(&l->index.gate, &s->in_y, s->index_gate);
+        list[n++] = product_of(&l->index_w, &s->in_y, s->index_w);
+    }
+    products(&e->dev, list, n);
+    run_rows(&e->dev, p->n, c->q_rank / 8, norm_qr, (void *)(uintptr_t)p);
+    input_set(&s->in_qr, s->qr, p->n);
+    n = 0;
+    list[n++] = product_of(&l->q_b, &s->in_qr, s->q);
+    if (l->ratio == 4) list[n++] = product_of(&l->index_q, &s->in_qr, s->index_q);
+    products(&e->dev, list, n);
+    run_rows(&e->dev, p->n, (int64_t)c->n_heads * c->head_dim / 4, finish_q_kv, (void *)(uintptr_t)p);
+    store_kv(p);
+}
+
+/* ---- compressor ---- */
+
+typedef struct {
+    const pass *p;
+    const compressor *comp;
+    bool index;                 /* the indexer's */
+} compressor_job;
+
+/* Emits the window that ends at row r, if one does: per channel a softmax of the gate over its slots, weighting kv. */
+static void emit_window(const compressor_job *j, int r, float *room) {
+    ds4_engine *e = j->p->e;
+    const config *c = &e->model->c;
+    const kernels *k = e->dev.k;
+    const cache *in = row_cache(j->p, r);
+    int ratio = in->ratio, width = j->comp->width, stride = j->comp->parts * width, position = j->p->rows[r].position;
+    int window = position / ratio, first = window * ratio, earlier = j->comp->parts == 2 && window > 0 ? ratio : 0;
+    const float *kv = j->index ? in->index_kv : in->kv, *gate = j->index ? in->index_gate : in->gate;
+    float *out = room, *top = room + width, *sum = room + 2 * width;
+    for (int i = 0; i < width; i++) top[i] = -INFINITY;
+    for (int q = first - earlier; q < first + ratio; q++) {
+        const float *g = gate + (int64_t)(q % in->comp_ring) * stride + (j->comp->parts == 2 && q >= first ? width : 0);
+        for (int i = 0; i < width; i++) top[i] = g[i] > top[i] ? g[i] : top[i];
+    }
+    memset(sum, 0, (size_t)width * sizeof *sum);
+    memset(out, 0, (size_t)width * sizeof *out);
+    for (int q = first - earlier; q < first + ratio; q++) {
+        int64_t at = (int64_t)(q % in->comp_ring) * stride + (j->comp->parts == 2 && q >= first ? width : 0);
+        k->softmax_step(width, gate + at, kv + at, top, sum, out);
+    }
+    for (int i = 0; i < width; i++) out[i] /= sum[i];
+    rms_norm(k, width, out, j->comp->norm, c->norm_eps, out);
+    float *table = sum;
+    rope_table(e->model->freq_compressed, c->rope_dim / 2, first, table);
+    rope(out + width - c->rope_dim, c->rope_dim / 2, table, 1);
+    if (j->index) index_store(k, c, e->kv_type, out, in->index_rows + (size_t)window * e->sizes.index_row);
+    else kv_store(k, c, e->kv_type, out, in->rows + (size_t)window * e->sizes.kv_row);
+}
+
+static void emit_windows(void *ctx, int64_t begin, int64_t end, int thread) {
+    const compressor_job *j = ctx;
+    for (int64_t r = begin; r < end; r++)
+        if ((j->p->rows[r].position + 1) % j->p->l->ratio == 0) emit_window(j, (int)r, j->p->e->s.thread_room[thread]);
+}
+
+/* All rows go into the rings first; then the windows that end among them are emitted. */
+static void compress(const pass *p, const compressor *comp, bool index, const float *kv, const float *gate) {
+    int64_t stride = (int64_t)comp->parts * comp->width;
+    for (int r = 0; r < p->n; r++) {
+        const cache *to = row_cache(p, r);
+        int64_t slot = p->rows[r].position % to->comp_ring * stride;
+        const float *ape = comp->ape + p->rows[r].position % to->ratio * stride;
+        float *to_kv = (index ? to->index_kv : to->kv) + slot, *to_gate = (index ? to->index_gate : to->gate) + slot;
+        memcpy(to_kv, kv + r * stride, (size_t)stride * sizeof *kv);
+        for (int64_t i = 0; i < stride; i++) to_gate[i] = gate[r * stride + i] + ape[i];
+    }
+    compressor_job job = {p, comp, index};
+    run_rows(&p->e->dev, p->n, stride * 8, emit_windows, &job);
+}
+
+/* ---- indexer ---- */
+
+/* Compressed rows that row r may see. */
+static int visible_windows(const pass *p, int r) { return p->l->ratio ? (p->rows[r].position + 1) / p->l->ratio : 0; }
+/* Whether the indexer picks among them: decided from the row's own position. */
+static bool picks_windows(const pass *p, int r) { return p->l->ratio == 4 && visible_windows(p, r) > p->e->model->c.index_top_k; }
+
+typedef struct {
+    const pass *p;
+    int first, rows, tiles;     /* rows of the group, and tiles of windows in each */
+} index_job;
+
+enum { INDEX_TILE = 256 };
+
+/* score(c) = sum_h w_h relu(q_h . index row c), for a tile of windows of one row. */
+static void score_windows(void *ctx, int64_t begin, int64_t end, int thread) {
+    const index_job *j = ctx;
+    ds4_engine *e = j->p->e;
+    const config *c = &e->model->c;
+    const kernels *k = e->dev.k;
+    int heads = c->index_heads, width = c->index_dim;
+    float *dots = e->s.thread_room[thread], *room = dots + heads, factor = 1.0f / sqrtf((float)width * (float)heads);
+    for (int64_t t = begin; t < end; t++) {
+        int r = j->first + (int)(t / j->tiles), from = (int)(t % j->tiles) * INDEX_TILE;
+        if (!picks_windows(j->p, r)) continue;
+        int to = min_int(from + INDEX_TILE, visible_windows(j->p, r));
+        const float *q = e->s.index_q + (int64_t)r * heads * width, *w = e->s.index_w + (int64_t)r * heads;
+        float *scores = e->s.index_scores + (int64_t)(r - j->first) * (e->ctx / 4 + 1);
+        for (int i = from; i < to; i++) {
+            const float *key = index_load(k, c, e->kv_type, row_cache(j->p, r)->index_rows + (size_t)i * e->sizes.index_row, room);
+            k->dots(width, q, width, heads, key, dots, 1);
+            float score = 0;
+            for (int h = 0; h < heads; h++) score += w[h] * factor * (dots[h] > 0 ? dots[h] : 0);
+            scores[i] = score;
+        }
+    }
+}
+
+static void select_windows(void *ctx, int64_t begin, int64_t end, int thread) {
+    const index_job *j = ctx;
+    ds4_engine *e = j->p->e;
+    int k = e->model->c.index_top_k;
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        int r = j->first + (int)i;
+        if (picks_windows(j->p, r)) top_k_indexes(visible_windows(j->p, r), e->s.index_scores + i * (e->ctx / 4 + 1), k, e->s.selected + (int64_t)r * k);
+    }
+}
+
+static void rotate_index_q(void *ctx, int64_t begin, int64_t end, int thread) {
+    const pass *p = ctx;
+    ds4_engine *e = p->e;
+    const config *c = &e->model->c;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++)
+        for (int h = 0; h < c->index_heads; h++)
+            rope(e->s.index_q + (r * c->index_heads + h) * c->index_dim + c->index_dim - c->rope_dim, c->rope_dim / 2, e->s.rope_compressed + r * c->rope_dim, 1);
+}
+
+static void pick_windows(const pass *p) {
+    ds4_engine *e = p->e;
+    bool any = false;
+    for (int r = 0; r < p->n; r++) any |= picks_windows(p, r);
+    if (!any) return;
+    run_rows(&e->dev, p->n, e->model->c.index_heads * 32, rotate_index_q, (void *)(uintptr_t)p);
+    for (int first = 0; first < p->n; first += e->s.index_group) {
+        index_job job = {p, first, min_int(e->s.index_group, p->n - first), 0};
+        int most = 0;
+        for (int r = first; r < first + job.rows; r++) most = max_int(most, visible_windows(p, r));
+        job.tiles = (most + INDEX_TILE - 1) / INDEX_TILE;
+        pool_run(e->dev.pool, (int64_t)job.rows * job.tiles, 1, score_windows, &job);
+        pool_run(e->dev.pool, job.rows, 1, select_windows, &job);
+    }
+}
+
+/* ---- attention ---- */
+
+typedef struct {
+    const pass *p;
+    int groups, heads;          /* head groups of a row, heads in each */
+} attention_job;
+
+/* Row i of those that row r sees: raw rows by ascending position, then compressed rows by ascending window. */
+static const float *seen_row(const pass *p, int r, int i, int raw_first, int raw_count, float *room) {
+    ds4_engine *e = p->e;
+    const cache *c = row_cache(p, r);
+    const uint8_t *at;
+    if (i < raw_count) at = c->raw + (size_t)((raw_first + i) % c->ring) * e->sizes.kv_row;
+    else {
+        int window = i - raw_count;
+        if (picks_windows(p, r)) window = e->s.selected[(int64_t)r * e->model->c.index_top_k + window];
+        at = c->rows + (size_t)window * e->sizes.kv_row;
+    }
+    return kv_load(e->dev.k, &e->model->c, e->kv_type, at, room);
+}
+
+static void attend(void *ctx, int64_t begin, int64_t end, int thread) {
+    const attention_job *j = ctx;
+    const pass *p = j->p;
+    ds4_engine *e = p->e;
+    const config *c = &e->model->c;
+    const kernels *k = e->dev.k;
+    int d = c->head_dim;
+    float *room = e->s.thread_room[thread], *scores = room + d, factor = 1.0f / sqrtf((float)d);
+    const float *tables = p->l->ratio ? e->s.rope_compressed : e->s.rope;
+    for (int64_t t = begin; t < end; t++) {
+        int r = (int)(t / j->groups), h0 = (int)(t % j->groups) * j->heads, heads = min_int(j->heads, c->n_heads - h0);
+        int position = p->rows[r].position, raw_first = max_int(0, position - c->window + 1), raw_count = position - raw_first + 1;
+        int windows = visible_windows(p, r), seen = raw_count + (picks_windows(p, r) ? c->index_top_k : windows);
+        const float *q = e->s.q + ((int64_t)r * c->n_heads + h0) * d;
+        float *out = e->s.attended + ((int64_t)r * c->n_heads + h0) * d;
+        for (int i = 0; i < seen; i++) k->dots(d, q, d, heads, seen_row(p, r, i, raw_first, raw_count, room), scores + i, seen);
+        for (int h = 0; h < heads; h++) {
+            k->scale_mul(seen, factor, scores + (int64_t)h * seen, NULL, scores + (int64_t)h * seen);
+            k->softmax(seen, scores + (int64_t)h * seen, p->l->sinks[h0 + h], true);
+        }
+        memset(out, 0, (size_t)heads * (size_t)d * sizeof *out);
+        for (int i = 0; i < seen; i++) k->axpys(d, scores + i, seen, heads, seen_row(p, r, i, raw_first, raw_count, room), out, d);
+        for (int h = 0; h < heads; h++) rope(out + (int64_t)h * d + d - c->rope_dim, c->rope_dim / 2, tables + (int64_t)r * c->rope_dim, -1);
+    }
+}
+
+static void attention(const pass *p) {
+    ds4_engine *e = p->e;
+    const config *c = &e->model->c;
+    scratch *s = &e->s;
+    project(p);
+    if (p->l->ratio > 0) compress(p, &p->l->comp, false, s->comp_kv, s->comp_gate);
+    if (p->l->ratio == 4) {
+        compress(p, &p->l->index, true, s->index_kv, s->index_gate);
+        pick_windows(p);
+    }
+    int threads = e->dev.pool->threads, groups = p->n >= 2 * threads ? 1 : min_int(threads, c->n_heads);
+    attention_job job = {p, groups, (c->n_heads + groups - 1) / groups};
+    int64_t work = 0;
+    for (int r = 0; r < p->n; r++) work += (min_int(p->rows[r].position + 1, c->window) + visible_windows(p, r)) * (int64_t)c->n_heads * c->head_dim / 8;
+    pool_run(e->dev.pool, (int64_t)p->n * groups, work < 20000 ? (int64_t)p->n * groups : 1, attend, &job);
+    int lows = c->o_groups * c->o_rank;
+    input_set(&s->in_heads, s->attended, p->n * c->o_groups);
+    for (int g = 0; g < c->o_groups; g++) {
+        int32_t *rows = s->group_rows + (int64_t)g * s->rows;
+        for (int r = 0; r < p->n; r++) rows[r] = r * c->o_groups + g;
+        s->list[g] = (product){.w = &p->l->o_a, .data = p->l->o_a.data + (size_t)g * (size_t)c->o_rank * p->l->o_a.stride, .n_out = c->o_rank, .in = &s->in_heads, .rows = rows, .m = p->n,
+                               .out = s->low + (int64_t)g * c->o_rank, .ldo = lows};
+    }
+    products(&e->dev, s->list, c->o_groups);
+    input_set(&s->in_low, s->low, p->n);
+    product o_b = product_of(&p->l->o_b, &s->in_low, s->out);
+    products(&e->dev, &o_b, 1);
+}
+
+/* ---- MoE ---- */
+
+static void route(const pass *p) {
+    ds4_engine *e = p->e;
+    const config *c = &e->model->c;
+    scratch *s = &e->s;
+    for (int r = 0; r < p->n; r++) {
+        float *score = s->scores + (int64_t)r * c->n_experts, *weight = s->pick_weights + (int64_t)r * c->n_used, sum = 0;
+        int32_t *pick = s->picks + (int64_t)r * c->n_used;
+        for (int i = 0; i < c->n_experts; i++) score[i] = sqrtf(f_softplus(score[i]));
+        if (p->l->hash) memcpy(pick, p->l->hash + (int64_t)p->rows[r].token * c->n_used, (size_t)c->n_used * sizeof *pick);
+        else pick_experts(c->n_experts, score, p->l->router_bias, c->n_used, pick);
+        for (int k = 0; k < c->n_used; k++) sum += weight[k] = score[pick[k]];
+        if (!c->expert_norm) sum = 1;
+        else if (sum < 6.103515625e-5f) sum = 6.103515625e-5f;
+        for (int k = 0; k < c->n_used; k++) weight[k] = weight[k] / sum * c->expert_scale;
+    }
+}
+
+/* Gives every (row, pick) a slot, grouped by expert, so that each expert is read once for all its rows. */
+static void group_by_expert(const pass *p) {
+    const config *c = &p->e->model->c;
+    scratch *s = &p->e->s;
+    int32_t *start = s->expert_start;
+    int n = p->n * c->n_used;
+    memset(start, 0, (size_t)(c->n_experts + 1) * sizeof *start);
+    for (int i = 0; i < n; i++) start[s->picks[i] + 1]++;
+    for (int i = 0; i < c->n_experts; i++) start[i + 1] += start[i];
+    for (int i = 0; i < n; i++) {
+        int32_t slot = start[s->picks[i]]++;
+        s->slots[i] = slot;
+        s->slot_rows[slot] = i / c->n_used;
+    }
+    memmove(start + 1, start, (size_t)c->n_experts * sizeof *start);
+    start[0] = 0;
+}
+
+typedef struct {
+    const kernels *k;
+    int64_t n;
+    float *gate;
+    const float *up;
+    float limit;
+} swiglu_job;
+
+static void swiglu_rows(void *ctx, int64_t begin, int64_t end, int thread) {
+    const swiglu_job *j = ctx;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) j->k->swiglu(j->n, j->gate + r * j->n, j->up + r * j->n, j->limit, j->gate + r * j->n);
+}
+
+static void add_experts(void *ctx, int64_t begin, int64_t end, int thread) {
+    const pass *p = ctx;
+    ds4_engine *e = p->e;
+    const kernels *k = e->dev.k;
+    int64_t dim = e->model->c.dim, used = e->model->c.n_used;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) {
+        const int32_t *slot = e->s.slots + r * used;
+        const float *weight = e->s.pick_weights + r * used;
+        float *sum = e->s.y + r * dim, *out = e->s.out + r * dim;
+        k->scale_mul(dim, weight[0], e->s.down + slot[0] * dim, NULL, sum);
+        for (int64_t i = 1; i < used; i++) k->axpy(dim, weight[i], e->s.down + slot[i] * dim, sum);
+        k->axpy(dim, 1.0f, sum, out);
+    }
+}
+
+/* One matrix of every expert that has rows. */
+static int expert_products(const pass *p, const matrix *w, input *in, const int32_t *rows, float *out, product *list) {
+    const scratch *s = &p->e->s;
+    int n = 0;
+    for (int i = 0; i < p->e->model->c.n_experts; i++) {
+        int from = s->expert_start[i], m = s->expert_start[i + 1] - from;
+        if (m) list[n++] = (product){.w = w, .data = w->data + (size_t)i * w->slab, .n_out = w->n_out, .in = in, .rows = rows + from, .m = m, .out = out + from * w->n_out, .ldo = w->n_out};
+    }
+    return n;
+}
+
+static void moe(const pass *p) {
+    ds4_engine *e = p->e;
+    const config *c = &e->model->c;
+    const layer *l = p->l;
+    scratch *s = &e->s;
+    product router = product_of(&l->router, &s->in_y, s->scores);
+    products(&e->dev, &router, 1);
+    route(p);
+    group_by_expert(p);
+    int slots = p->n * c->n_used, n = 0;
+    n += expert_products(p, &l->gate, &s->in_y, s->slot_rows, s->gate, s->list);
+    n += expert_products(p, &l->up, &s->in_y, s->slot_rows, s->up, s->list + n);
+    s->list[n++] = product_of(&l->shared_gate, &s->in_y, s->shared_gate);
+    s->list[n++] = product_of(&l->shared_up, &s->in_y, s->shared_up);
+    products(&e->dev, s->list, n);
+    swiglu_job routed = {e->dev.k, l->ff, s->gate, s->up, l->clamp}, shared = {e->dev.k, l->shared_ff, s->shared_gate, s->shared_up, l->clamp_shared};
+    run_rows(&e->dev, slots, l->ff, swiglu_rows, &routed);
+    run_rows(&e->dev, p->n, l->shared_ff, swiglu_rows, &shared);
+    s->in_act.n = l->ff;
+    s->in_shared.n = l->shared_ff;
+    input_set(&s->in_act, s->gate, slots);
+    input_set(&s->in_shared, s->shared_gate, p->n);
+    n = expert_products(p, &l->down, &s->in_act, s->iota, s->down, s->list);
+    s->list[n++] = product_of(&l->shared_down, &s->in_shared, s->out);
+    products(&e->dev, s->list, n);
+    run_rows(&e->dev, p->n, (int64_t)c->dim * (c->n_used + 1) / 8, add_experts, (void *)(uintptr_t)p);
+}
+
+/* ---- the pass ---- */
+
+static void block(pass *p) {
+    hyper_enter(p, &p->l->hc_attn, p->l->attn_norm);
+    attention(p);
+    hyper_leave(p);
+    hyper_enter(p, &p->l->hc_ffn, p->l->ffn_norm);
+    moe(p);
+    hyper_leave(p);
+}
+
+static void rope_rows(const pass *p) {
+    const model *m = p->e->model;
+    int pairs = m->c.rope_dim / 2;
+    for (int r = 0; r < p->n; r++) {
+        rope_table(m->freq, pairs, p->rows[r].position, p->e->s.rope + (int64_t)r * m->c.rope_dim);
+        rope_table(m->freq_compressed, pairs, p->rows[r].position, p->e->s.rope_compressed + (int64_t)r * m->c.rope_dim);
+    }
+}
+
+static void embed_row(const ds4_engine *e, int token, float *out) {
+    const matrix *w = &e->model->embed;
+    e->dev.k->dequantise(w->type, w->n_in, w->data + (size_t)token * w->stride, out);
+}
+
+static float *session_streams(const ds4_session *s, int position) { return s->streams + (size_t)(position % s->stream_ring) * s->engine->sizes.streams; }
+
+/* Runs rows through the target. Their streams stay in scratch (row r at e->s.x) and in each session's ring. */
+static void forward(ds4_engine *e, const pass_row *rows, int n) {
+    const config *c = &e->model->c;
+    pass p = {.e = e, .rows = rows, .n = n};
+    for (int r = 0; r < n; r++) {
+        float *x = e->s.x + (size_t)r * e->sizes.streams;
+        embed_row(e, rows[r].token, x);
+        for (int i = 1; i < c->n_streams; i++) memcpy(x + (size_t)i * (size_t)c->dim, x, (size_t)c->dim * sizeof *x);
+    }
+    rope_rows(&p);
+    for (p.index = 0; p.index < c->n_layers; p.index++) {
+        p.l = &e->model->layers[p.index];
+        block(&p);
+    }
+    for (int r = 0; r < n; r++) memcpy(session_streams(rows[r].s, rows[r].position), e->s.x + (size_t)r * e->sizes.streams, e->sizes.streams * sizeof(float));
+}
+
+/* Logits of n rows from their streams x (n, n_streams * dim): collapse, norm, output matrix. out (n, n_vocab). */
+static void output_logits(ds4_engine *e, const float *x, int n, const hyper *h, const float *norm, float *out) {
+    const config *c = &e->model->c;
+    const kernels *k = e->dev.k;
+    scratch *s = &e->s;
+    for (int r = 0; r < n; r++) rms_norm(k, (int64_t)e->sizes.streams, x + (size_t)r * e->sizes.streams, NULL, c->norm_eps, s->mix_in + (size_t)r * e->sizes.streams);
+    input_set(&s->in_mix, s->mix_in, n);
+    product fn = product_of(&h->fn, &s->in_mix, s->mix);
+    products(&e->dev, &fn, 1);
+    for (int r = 0; r < n; r++) {
+        float *w = s->mix + (int64_t)r * c->n_streams, *y = s->y + (int64_t)r * c->dim;
+        const float *streams = x + (size_t)r * e->sizes.streams;
+        for (int i = 0; i < c->n_streams; i++) w[i] = w[i] * h->scale[0] + h->base[i];
+        k->sigmoid(c->n_streams, w, w);
+        k->scale_mul(c->dim, w[0] + c->hc_eps, streams, NULL, y);
+        for (int i = 1; i < c->n_streams; i++) k->axpy(c->dim, w[i] + c->hc_eps, streams + (int64_t)i * c->dim, y);
+        rms_norm(k, c->dim, y, norm, c->norm_eps, y);
+    }
+    input_set(&s->in_y, s->y, n);
+    product output = product_of(&e->model->output, &s->in_y, out);
+    products(&e->dev, &output, 1);
+}
+
+/* ---- scratch ---- */
+
+static void *scratch_part(scratch *s, size_t count, size_t size) {
+    void *p = mem_array(count, size);
+    if (p) {
+        s->owned[s->n_owned++] = p;
+        s->bytes += (int64_t)(count * size);
+    }
+    return p;
+}
+
+static int scratch_input(scratch *s, input *in, int64_t n, int rows) {
+    s->bytes += (int64_t)input_bytes(n, rows);
+    return input_new(in, n, rows);
+}
+
+/* Where a thread unpacks rows and keeps what it works on: attention scores of all heads, or an emitted window. */
+static size_t thread_floats(const config *c, int ctx) {
+    int64_t windows = 0;
+    for (int i = 0; i < c->n_layers; i++) {
+        int64_t seen = c->ratio[i] == 0 ? 0 : ctx / c->ratio[i];
+        if (c->ratio[i] == 4 && seen > c->index_top_k) seen = c->index_top_k;
+        if (seen > windows) windows = seen;
+    }
+    int64_t attention = c->head_dim + (c->window + windows) * c->n_heads, widest = max_int(c->head_dim, c->index_dim);
+    int64_t others = 3 * widest + c->rope_dim + c->index_heads + widest;
+    return (size_t)(attention > others ? attention : others) + 64;
+}
+
+static int scratch_new(scratch *s, const config *c, int rows, int threads, int ctx, bool head) {
+    size_t n = (size_t)rows, dim = (size_t)c->dim, streams = dim * (size_t)c->n_streams, heads = (size_t)c->n_heads * (size_t)c->head_dim, used = n * (size_t)c->n_used, ff = 0;
+    for (int i = 0; i <= c->n_layers; i++) ff = (size_t)c->expert_ff[i] > ff ? (size_t)c->expert_ff[i] : ff;
+    size_t shared = ff * (size_t)c->n_shared, index = (size_t)c->index_dim, slots = used > n ? used : n;
+    s->rows = rows;
+    s->index_group = min_int(rows, max_int(2 * threads, DS4_MAX_DRAFT + 1));
+    struct { float **to; size_t count; } floats[] = {
+        {&s->x, n * streams}, {&s->x_next, n * streams}, {&s->mix_in, n * streams}, {&s->mix, n * (size_t)(c->n_streams * (2 + c->n_streams))}, {&s->y, n * dim}, {&s->out, n * dim},
+        {&s->rope, n * (size_t)c->rope_dim}, {&s->rope_compressed, n * (size_t)c->rope_dim}, {&s->qr, n * (size_t)c->q_rank}, {&s->q, n * heads}, {&s->kv, n * (size_t)c->head_dim},
+        {&s->comp_kv, 2 * n * (size_t)c->head_dim}, {&s->comp_gate, 2 * n * (size_t)c->head_dim}, {&s->index_kv, 2 * n * index}, {&s->index_gate, 2 * n * index},
+        {&s->index_q, n * (size_t)c->index_heads * index}, {&s->index_w, n * (size_t)c->index_heads}, {&s->index_scores, index ? (size_t)s->index_group * (size_t)(ctx / 4 + 1) : 1},
+        {&s->attended, n * heads}, {&s->low, n * (size_t)c->o_groups * (size_t)c->o_rank}, {&s->scores, n * (size_t)c->n_experts}, {&s->pick_weights, used}, {&s->gate, used * ff}, {&s->up, used * ff},
+        {&s->down, used * dim}, {&s->shared_gate, n * shared}, {&s->shared_up, n * shared}, {&s->head_e, head ? n * dim : 1}, {&s->head_norm, head ? n * streams : 1}};
+    for (size_t i = 0; i < sizeof floats / sizeof *floats; i++)
+        if (!(*floats[i].to = scratch_part(s, floats[i].count, sizeof(float)))) return -1;
+    struct { int32_t **to; size_t count; } ints[] = {{&s->selected, n * (size_t)(c->index_top_k ? c->index_top_k : 1)}, {&s->group_rows, n * (size_t)c->o_groups}, {&s->picks, used}, {&s->slots, used},
+        {&s->slot_rows, used}, {&s->expert_start, (size_t)c->n_experts + 1}, {&s->iota, slots}};
+    for (size_t i = 0; i < sizeof ints / sizeof *ints; i++)
+        if (!(*ints[i].to = scratch_part(s, ints[i].count, sizeof(int32_t)))) return -1;
+    for (size_t i = 0; i < slots; i++) s->iota[i] = (int32_t)i;
+    if (!(s->list = scratch_part(s, (size_t)(2 * c->n_experts + 8 + c->o_groups), sizeof *s->list)) || !(s->thread_room = scratch_part(s, (size_t)threads, sizeof *s->thread_room))) return -1;
+    s->thread_floats = thread_floats(c, ctx);
+    for (int i = 0; i < threads; i++)
+        if (!(s->thread_room[i] = mem_array(s->thread_floats, sizeof(float)))) return -1;
+    s->bytes += (int64_t)(s->thread_floats * sizeof(float)) * threads;
+    return scratch_input(s, &s->in_mix, (int64_t)streams, rows) || scratch_input(s, &s->in_y, c->dim, rows) || scratch_input(s, &s->in_qr, c->q_rank, rows) ||
+           scratch_input(s, &s->in_heads, (int64_t)heads / c->o_groups, rows * c->o_groups) || scratch_input(s, &s->in_low, (int64_t)c->o_groups * c->o_rank, rows) ||
+           scratch_input(s, &s->in_act, (int64_t)ff, (int)used) || scratch_input(s, &s->in_shared, (int64_t)shared, rows) ||
+           (head && (scratch_input(s, &s->in_e, c->dim, rows) || scratch_input(s, &s->in_h, c->dim, rows * c->n_streams))) ? -1 : 0;
+}
+
+static void scratch_free(scratch *s, int threads) {
+    for (int i = 0; s->thread_room && i < threads; i++) mem_free(s->thread_room[i]);
+    for (int i = 0; i < s->n_owned; i++) mem_free(s->owned[i]);
+    input *inputs[] = {&s->in_mix, &s->in_y, &s->in_qr, &s->in_heads, &s->in_low, &s->in_act, &s->in_shared, &s->in_e, &s->in_h};
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) input_free(inputs[i]);
+}
+
+/* ============================================================================================================================
+ * 10. MTP head
+ *
+ * Row q of the head is made from the target's streams at q and the token at q + 1, and guesses the token at q + 2. What later
+ * rows see of it is its kv row alone, a pure function of those two; so a row that was made while drafting (from the head's own
+ * streams) is replaced by making it again, without attention or MoE, and rows are made only when a draft is about to look
+ * at them: a prompt costs the head no more than its window.
+ * ========================================================================================================================== */
+
+/* X_in[i] = e_proj norm(E[token]) + h_proj norm(X_i) for each stream i, into e->s.x. */
+static void head_inputs(ds4_engine *e, const pass_row *rows, int n, const float *const *streams) {
+    const config *c = &e->model->c;
+    const mtp_head *h = &e->model->head;
+    const kernels *k = e->dev.k;
+    scratch *s = &e->s;
+    for (int r = 0; r < n; r++) {
+        float *embedding = s->head_e + (int64_t)r * c->dim;
+        embed_row(e, rows[r].token, embedding);
+        rms_norm(k, c->dim, embedding, h->enorm, c->norm_eps, embedding);
+        for (int i = 0; i < c->n_streams; i++) rms_norm(k, c->dim, streams[r] + (int64_t)i * c->dim, h->hnorm, c->norm_eps, s->head_norm + ((int64_t)r * c->n_streams + i) * c->dim);
+    }
+    input_set(&s->in_e, s->head_e, n);
+    input_set(&s->in_h, s->head_norm, n * c->n_streams);
+    product list[] = {product_of(&h->e_proj, &s->in_e, s->out), product_of(&h->h_proj, &s->in_h, s->x)};
+    products(&e->dev, list, 2);
+    for (int r = 0; r < n; r++)
+        for (int i = 0; i < c->n_streams; i++) k->axpy(c->dim, 1.0f, s->out + (int64_t)r * c->dim, s->x + ((int64_t)r * c->n_streams + i) * c->dim);
+}
+
+/* Runs head rows; the output streams are in e->s.x. kv_only: what later rows see of them and no more. */
+static void head_forward(ds4_engine *e, const pass_row *rows, int n, const float *const *streams, bool kv_only) {
+    pass p = {.e = e, .rows = rows, .n = n, .l = &e->model->head.block, .index = e->model->c.n_layers};
+    rope_rows(&p);
+    head_inputs(e, rows, n, streams);
+    if (!kv_only) {
+        block(&p);
+        return;
+    }
+    hyper_enter(&p, &p.l->hc_attn, p.l->attn_norm);
+    product kv = product_of(&p.l->kv, &e->s.in_y, e->s.kv);
+    products(&e->dev, &kv, 1);
+    store_kv(&p);
+}
+
+static void head_logits(ds4_engine *e, int n, float *out) { output_logits(e, e->s.x, n, &e->model->head.collapse, e->model->head.norm, out); }
+
+/* Head rows from..to-1 from the target's streams; their tokens q + 1 are the session's. out: their logits, or NULL for kv only. */
+static void head_rows(ds4_session *s, int from, int to, float *out) {
+    ds4_engine *e = s->engine;
+    pass_row *rows = e->row_room;
+    const float **streams = e->stream_room;
+    for (int n; from < to; from += n) {
+        n = min_int(to - from, s->batch);
+        for (int i = 0; i < n; i++) {
+            rows[i] = (pass_row){s, from + i, s->tokens[from + i + 1]};
+            streams[i] = session_streams(s, from + i);
+        }
+        head_forward(e, rows, n, streams, !out);
+        s->stats.head_passes++;
+        if (!out) continue;
+        head_logits(e, n, out);
+        out += (int64_t)n * e->model->c.n_vocab;
+    }
+}
+
+/* Makes sure of the head rows that row `to` looks back on. */
+static void head_catch_up(ds4_session *s, int to) {
+    int need = max_int(0, to - (s->engine->model->c.window - 1));
+    bool joined = s->head_from <= need && need <= s->head_to;
+    if (!joined) s->head_from = s->head_to = need;
+    if (s->head_to < to) head_rows(s, s->head_to, to, NULL);
+    s->head_to = max_int(s->head_to, to);
+}
+
+/* ---- drafters ---- */
+
+/* A source of drafts. propose: at most k guesses at the tokens that follow `token`, which stands at the session's position;
+ * `lead` gets the drafter's confidence in each (its best logit minus its second). settle: the session now holds `position`
+ * tokens; what was made of others is void. */
+struct drafter {
+    int (*propose)(ds4_session *s, void *ctx, int token, int k, int *out, float *lead);
+    void (*settle)(ds4_session *s, void *ctx, int position);    /* may be NULL */
+};
+
+/* How far logit `id` is above the best of the others: negative if it is not the best. */
+static float lead_of(const kernels *k, int n, const float *z, int id) {
+    float best = -INFINITY;
+    int64_t below = id > 0 ? k->argmax(id, z) : -1, above = id + 1 < n ? k->argmax(n - id - 1, z + id + 1) : -1;
+    if (below >= 0) best = z[below];
+    if (above >= 0 && z[id + 1 + above] > best) best = z[id + 1 + above];
+    return z[id] - best;
+}
+
+static int head_propose(ds4_session *s, void *ctx, int token, int k, int *out, float *lead) {
+    ds4_engine *e = s->engine;
+    (void)ctx;
+    if (s->position == 0) return 0;     /* no streams yet */
+    double start = now_ms();
+    head_catch_up(s, s->position - 1);
+    s->stats.repair_ms += now_ms() - start;
+    const float *streams = session_streams(s, s->position - 1);
+    int n = 0, V = e->model->c.n_vocab;
+    for (; n < k; n++) {
+        pass_row r = {s, s->position - 1 + n, n ? out[n - 1] : token};
+        head_forward(e, &r, 1, &streams, false);
+        s->stats.head_passes++;
+        head_logits(e, 1, e->draft_logits);
+        int64_t best = e->dev.k->argmax(V, e->draft_logits);
+        if (n == 0) s->head_to = s->position;   /* the first row is made of the target's streams and stays */
+        if (best < 0 || ds4_session_is_stop(s, (int)best)) break;
+        out[n] = (int)best;
+        if (e->conf_log) lead[n] = lead_of(e->dev.k, V, e->draft_logits, out[n]);
+        memcpy(s->head_streams, e->s.x, e->sizes.streams * sizeof(float));
+        streams = s->head_streams;
+    }
+    return n;
+}
+
+static const drafter mtp_drafter = {head_propose, NULL};
+
+/* ============================================================================================================================
+ * 11. Acceptance and speculation
+ *
+ * One cycle: draft, verify all drafts in one pass, accept, commit. A session's text is decided by the target's logits alone,
+ * and a row's logits have the bits they would have had alone; so the text is what plain decoding gives.
+ * ========================================================================================================================== */
+
+typedef struct {
+    ds4_session *s;
+    int token, max;             /* asked for */
+    int drafts[DS4_MAX_DRAFT];
+    float leads[DS4_MAX_DRAFT]; /* the drafter's */
+    int k, accepted, first;     /* drafts; of them accepted; the cycle's first row in the pass */
+} cycle;
+
+static void engine_log(const ds4_engine *e, const char *text) {
+    if (e->log) e->log(e->callback_ctx, text);
+}
+
+static int session_non_finite(int position) { return fail("non-finite logits at position %d: the weights, or what they compute there, are not finite numbers", position); }
+
+static void log_draft(const cycle *c, int i, float lead, bool match, bool kept) {
+    char line[200];
+    snprintf(line, sizeof line, "mtp: position %d draft %d target %d head-lead %.4f target-lead %.4f margin %g %s", c->s->position + 1 + i, c->drafts[i],
+             (int)c->s->engine->dev.k->argmax(c->s->engine->model->c.n_vocab, c->s->logits + (int64_t)i * c->s->engine->model->c.n_vocab), (double)c->leads[i], (double)lead,
+             (double)c->s->margin, kept ? "accepted" : match ? "below-margin" : "rejected");
+    engine_log(c->s->engine, line);
+}
+
+/* How many drafts the session takes: each is committed iff it is the target's own choice (ties: the lowest id) and leads the
+ * others by the margin. A match below the margin ends the cycle; the target then chooses the same token and decodes it anew,
+ * so that the margin trades speed and never changes the text. Nothing beyond a non-finite row is taken. */
+static int accept(cycle *c) {
+    ds4_session *s = c->s;
+    const kernels *k = s->engine->dev.k;
+    int V = s->engine->model->c.n_vocab, i;
+    for (i = 0; i < c->k; i++) {
+        const float *z = s->logits + (int64_t)i * V;
+        bool match = k->argmax(V, z) == c->drafts[i];
+        float lead = match || s->engine->conf_log ? (s->margin > 0 || s->engine->conf_log ? lead_of(k, V, z, c->drafts[i]) : 0) : 0;
+        bool keep = match && lead >= s->margin && k->all_finite(V, z + V);
+        if (s->engine->conf_log) log_draft(c, i, lead, match, keep);
+        s->stats.below_margin += match && lead < s->margin;
+        if (!keep) break;
+        s->stats.accepted[i]++;
+    }
+    return i;
+}
+
+/* Drafts that fit what the caller, the context and the pass can still hold. */
+static void propose(cycle *c) {
+    ds4_session *s = c->s;
+    int room = min_int(min_int(c->max - 1, s->ctx - s->position - 1), s->batch - 1);
+    int k = min_int(s->draft, room);
+    c->k = 0;
+    if (k <= 0 || !s->drafter) return;
+    double start = now_ms(), repair = s->stats.repair_ms;
+    c->k = s->drafter->propose(s, s->drafter_ctx, c->token, k, c->drafts, c->leads);
+    s->stats.draft_ms += now_ms() - start - (s->stats.repair_ms - repair);
+}
+
+/* After the position grew. */
+static void session_moved(ds4_session *s) { s->floor = max_int(s->floor, s->position - s->max_rewind); }
+
+/* After it changed: a head row stands only for the token that followed it when it was made, so the last one is void. */
+static void session_settle(ds4_session *s) {
+    s->head_to = min_int(s->head_to, max_int(0, s->position - 1));
+    if (s->drafter && s->drafter->settle) s->drafter->settle(s, s->drafter_ctx, s->position);
+}
+
+/* Commits the cycle's accepted rows. The rest needs no undoing: the position does not reach it. */
+static void commit(cycle *c) {
+    ds4_session *s = c->s;
+    c->accepted = accept(c);
+    s->tokens[s->position] = c->token;
+    memcpy(s->tokens + s->position + 1, c->drafts, (size_t)c->accepted * sizeof(int));
+    s->position += 1 + c->accepted;
+    session_moved(s);
+    s->logits_row = c->accepted;
+    s->step_rows = 1 + c->accepted;
+    for (int i = 0; i < c->k; i++) s->stats.drafted[i]++;
+    s->stats.emitted += 1 + c->accepted;
+    s->stats.cycles++;
+    if (c->accepted < c->k) s->stats.corrections++;
+    else s->stats.bonus++;
+}
+
+static int check_token(const ds4_session *s, int token) {
+    int V = s->engine->model->c.n_vocab;
+    return token >= 0 && token < V ? 0 : fail("token %d is outside the vocabulary (0 to %d)", token, V - 1);
+}
+
+static int check_cycle(const cycle *c) {
+    const ds4_session *s = c->s;
+    if (check_token(s, c->token)) return -1;
+    if (c->max < 1) return fail("max is %d; a step commits at least 1 token", c->max);
+    if (s->position >= s->ctx) return fail("the context is full: %d tokens", s->ctx);
+    if (atomic_load(&s->cancel)) return fail("cancelled at position %d", s->position);
+    return 0;
+}
+
+/* One cycle of a session. -1: nothing is committed. */
+static int run_cycle(cycle *c) {
+    ds4_session *s = c->s;
+    ds4_engine *e = s->engine;
+    const config *m = &e->model->c;
+    if (check_cycle(c)) return -1;
+    pthread_mutex_lock(&e->run);
+    s->step_rows = 0;
+    s->logits_row = -1;
+    propose(c);
+    double start = now_ms();
+    pass_row *rows = e->row_room;
+    for (int i = 0; i <= c->k; i++) rows[i] = (pass_row){s, s->position + i, i ? c->drafts[i - 1] : c->token};
+    forward(e, rows, 1 + c->k);
+    output_logits(e, e->s.x, 1 + c->k, &e->model->collapse, e->model->output_norm, s->logits);
+    s->stats.passes++;
+    int result = e->dev.k->all_finite(m->n_vocab, s->logits) ? 0 : session_non_finite(s->position);
+    s->written = max_int(s->written, s->position + 1 + c->k);
+    if (result == 0) commit(c);
+    session_settle(s);
+    s->stats.verify_ms += now_ms() - start;
+    pthread_mutex_unlock(&e->run);
+    return result;
+}
+
+int ds4_session_step(ds4_session *s, int token, int max, int *out) {
+    cycle c = {.s = s, .token = token, .max = max};
+    if (run_cycle(&c)) return -1;
+    memcpy(out, s->tokens + s->position - s->step_rows, (size_t)s->step_rows * sizeof(int));
+    return s->step_rows;
+}
+
+int ds4_session_eval_speculative_argmax(ds4_session *s, int first, int max) {
+    if (max < 1) return fail("max is %d; expected at least 1", max);
+    for (int token = first;;) {
+        cycle c = {.s = s, .token = token, .max = max};
+        if (run_cycle(&c)) return -1;
+        max -= s->step_rows;
+        token = ds4_session_argmax(s);
+        if (token < 0 || max <= 0 || s->position >= s->ctx || ds4_session_is_stop(s, token)) return token;
+    }
+}
+
+/* ============================================================================================================================
+ * 12. Sampling
+ *
+ * The filters give the law p of the next token; the draw is argmax over ids of log p + Gumbel noise that depends on (seed,
+ * position, id) alone (Gumbel-max). So a seed's text does not depend on how often, or with what company, the model ran.
+ * ========================================================================================================================== */
+
+typedef struct candidate {
+    float logit;
+    int id;
+} candidate;
+
+static int candidate_order(const void *a, const void *b) {
+    const candidate *x = a, *y = b;
+    return x->logit != y->logit ? (x->logit < y->logit) - (x->logit > y->logit) : (x->id > y->id) - (x->id < y->id);
+}
+
+/* A uniform number in (0, 1) from a counter: SplitMix64's mixing of (seed, position, id). */
+static double uniform(uint64_t seed, uint64_t position, uint64_t id) {
+    uint64_t x = seed;
+    const uint64_t parts[2] = {position, id};
+    for (int i = 0; i < 2; i++) {
+        x += 0x9e3779b97f4a7c15u * (parts[i] + 1);
+        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+        x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+        x ^= x >> 31;
+    }
+    return ((double)(x >> 11) + 0.5) * 0x1p-53;
+}
+
+static int check_gen(const ds4_gen *g) {
+    if (!(g->temperature >= 0 && g->temperature <= 100)) return fail("temperature is %g; expected 0 to 100", (double)g->temperature);
+    if (g->top_k < 0) return fail("top_k is %d; expected 0 or more", g->top_k);
+    if (!(g->top_p > 0 && g->top_p <= 1)) return fail("top_p is %g; expected above 0, at most 1", (double)g->top_p);
+    if (!(g->min_p >= 0 && g->min_p <= 1)) return fail("min_p is %g; expected 0 to 1", (double)g->min_p);
+    return 0;
+}
+
+/* Keeps the candidates that top_k, top_p and min_p leave, best first; returns how many. Temperature is in the logits already. */
+static int filter(candidate *c, int n, const ds4_gen *g) {
+    bool sorted = g->top_k > 0 || g->top_p < 1 || g->min_p > 0;
+    if (!sorted) return n;
+    qsort(c, (size_t)n, sizeof *c, candidate_order);
+    if (g->top_k > 0) n = min_int(n, g->top_k);
+    double total = 0, sum = 0;
+    for (int i = 0; i < n; i++) total += d_exp((double)c[i].logit - (double)c[0].logit);
+    int kept = 0;
+    for (; kept < n; kept++) {
+        double p = d_exp((double)c[kept].logit - (double)c[0].logit);
+        if (kept > 0 && (p < (double)g->min_p || sum >= (double)g->top_p * total)) break;
+        sum += p;
+    }
+    return kept;
+}
+
+/* The draw at a position from logits z (n). `room` holds n candidates. */
+static int draw(const float *z, int n, const ds4_gen *g, int position, candidate *room) {
+    for (int i = 0; i < n; i++) room[i] = (candidate){z[i] / g->temperature, i};
+    int kept = filter(room, n, g), best = -1;
+    double best_score = 0;
+    for (int i = 0; i < kept; i++) {
+        double score = (double)room[i].logit - d_log(-d_log(uniform(g->seed, (uint64_t)position, (uint64_t)room[i].id)));
+        if (best < 0 || score > best_score || (score == best_score && room[i].id < best)) {
+            best = room[i].id;
+            best_score = score;
+        }
+    }
+    return best;
+}
+
+/* log of the sum of exp(z). */
+static double log_sum_exp(const float *z, int n) {
+    double top = -INFINITY, sum = 0;
+    for (int i = 0; i < n; i++) top = (double)z[i] > top ? (double)z[i] : top;
+    for (int i = 0; i < n; i++) sum += d_exp((double)z[i] - top);
+    return top + d_log(sum);
+}
+
+/* ============================================================================================================================
+ * 13. Sessions and batches
+ *
+ * The public handles: engines open sessions, sessions take tokens. Calls that run the model hold the engine's `run` lock for
+ * one pass at a time.
+ * ========================================================================================================================== */
+
+ds4_cfg ds4_default_cfg(void) {
+    return (ds4_cfg){.mtp_draft = 1, .mtp_margin = 3.0f, .gen = {.temperature = 0, .top_p = 1}, .kv_type = DS4_KV_F16, .prefill_chunk = 256, .max_rewind = 64};
+}
+
+/* ---- engine ---- */
+
+static int check_cfg(const ds4_cfg *cfg) {
+    if (!cfg->model_path) return fail("model_path is missing");
+    if (cfg->mtp_path && cfg->mtp_internal) return fail("mtp_path and mtp_internal exclude each other: one head at a time");
+    if (cfg->mtp_draft < 0 || cfg->mtp_draft > DS4_MAX_DRAFT) return fail("mtp_draft is %d; expected 0 to %d", cfg->mtp_draft, DS4_MAX_DRAFT);
+    if (!(cfg->mtp_margin >= 0 && cfg->mtp_margin <= 1000)) return fail("mtp_margin is %g; expected 0 to 1000", (double)cfg->mtp_margin);
+    if (cfg->threads < 0 || cfg->threads > MAX_THREADS) return fail("threads is %d; expected 0 (all processors) to %d", cfg->threads, MAX_THREADS);
+    if (cfg->ctx < 0) return fail("ctx is %d; expected 0 or more", cfg->ctx);
+    if (cfg->prefill_chunk < 1 || cfg->prefill_chunk > 4096) return fail("prefill_chunk is %d; expected 1 to 4096", cfg->prefill_chunk);
+    if (cfg->max_rewind < 0) return fail("max_rewind is %d; expected 0 or more", cfg->max_rewind);
+    if (cfg->kv_type != DS4_KV_F32 && cfg->kv_type != DS4_KV_F16 && cfg->kv_type != DS4_KV_FP8) return fail("kv_type is %d; expected DS4_KV_F32, DS4_KV_F16 or DS4_KV_FP8", (int)cfg->kv_type);
+    return check_gen(&cfg->gen);
+}
+
+static int special_token(const gguf *g, const char *key, int n_vocab) {
+    const meta *m = gguf_meta(g, key);
+    double v = m && !m->array && meta_is_number(m) ? meta_number(m, 0) : -1;
+    return v >= 0 && v < n_vocab ? (int)v : -1;
+}
+
+/* The tokenizer from the file's keys. A file without one is refused unless the caller wants token ids only. */
+static int load_tokenizer(ds4_engine *e, bool ids_only) {
+    const gguf *g = e->model->file;
+    size_t n = 0, n_merges = 0;
+    if (!gguf_meta(g, "tokenizer.ggml.tokens")) return ids_only ? 0 : fail("%s: key tokenizer.ggml.tokens is missing", g->path);
+    if (!(e->token_list = meta_strings(g, "tokenizer.ggml.tokens", &n))) return n ? -1 : fail("%s: key tokenizer.ggml.tokens: expected an array of strings", g->path);
+    if ((int64_t)n != e->model->c.n_vocab) return fail("%s: key tokenizer.ggml.tokens has %zu tokens, the vocabulary has %d", g->path, n, e->model->c.n_vocab);
+    e->merge_list = meta_strings(g, "tokenizer.ggml.merges", &n_merges);
+    if (!e->merge_list && n_merges) return -1;
+    const meta *types = gguf_meta(g, "tokenizer.ggml.token_type"), *add_bos = gguf_meta(g, "tokenizer.ggml.add_bos_token");
+    if (types && (!types->array || (types->type != G_I32 && types->type != G_U32) || types->count != n))
+        return fail("%s: key tokenizer.ggml.token_type: expected %zu int32 values, one for each token", g->path, n);
+    if (types && !(e->token_types = mem_array(n, sizeof(int32_t)))) return -1;
+    if (types) memcpy(e->token_types, types->value, n * sizeof(int32_t));
+    tok_source source = {.tokens = e->token_list, .n_tokens = n, .types = e->token_types, .merges = e->merge_list, .n_merges = n_merges, .model = meta_string(g, "tokenizer.ggml.model"),
+        .pre = meta_string(g, "tokenizer.ggml.pre"), .chat_template = meta_string(g, "tokenizer.chat_template"), .bos = special_token(g, "tokenizer.ggml.bos_token_id", e->model->c.n_vocab),
+        .eos = special_token(g, "tokenizer.ggml.eos_token_id", e->model->c.n_vocab), .pad = special_token(g, "tokenizer.ggml.padding_token_id", e->model->c.n_vocab),
+        .add_bos = add_bos && !add_bos->array && meta_is_number(add_bos) && meta_number(add_bos, 0) != 0};
+    e->base_model = !source.chat_template.p;
+    e->bos = source.bos;
+    e->eos = source.eos;
+    if ((e->tokens = tok_new(&source))) return 0;
+    if (!ids_only) {
+        char reason[sizeof last_error];
+        memcpy(reason, last_error, sizeof reason);
+        return fail("%s: %.800s", g->path, reason);
+    }
+    return 0;
+}
+
+static int lock_memory(const gguf *g) {
+    for (int i = 0; g && i < g->n_parts; i++)
+        if (mlock(g->parts[i].map, g->parts[i].size)) return fail("%s: cannot lock %zu bytes in memory: %s (see ulimit -l)", g->path, g->parts[i].size, strerror(errno));
+    return 0;
+}
+
+static int check_sizes(const ds4_engine *e, const ds4_cfg *cfg) {
+    const config *c = &e->model->c;
+    if (cfg->ctx > c->context_length) return fail("ctx is %d; %s was made for at most %d", cfg->ctx, e->model_path, c->context_length);
+    if (cfg->max_rewind > e->ctx) return fail("max_rewind is %d; expected at most the context, %d", cfg->max_rewind, e->ctx);
+    if (e->kv_type == DS4_KV_FP8 && (c->head_dim - c->rope_dim) % 64)
+        return fail("kv type fp8 needs rows whose part without rotation is a multiple of 64; %s has %d", e->model_path, c->head_dim - c->rope_dim);
+    return 0;
+}
+
+static int engine_start(ds4_engine *e, const ds4_cfg *cfg) {
+    if (!(e->model_path = str_copy(cfg->model_path)) || (cfg->mtp_path && !(e->head_path = str_copy(cfg->mtp_path)))) return -1;
+    e->dev.k = !cfg->isa || !strcmp(cfg->isa, "auto") ? kernels_best() : kernels_named(cfg->isa);
+    if (!e->dev.k) return -1;
+    if (e->progress) e->progress(e->callback_ctx, "load", 0, 1);
+    if (!(e->model = model_load(cfg->model_path, cfg->mtp_path, cfg->mtp_internal))) return -1;
+    const config *c = &e->model->c;
+    e->ctx = cfg->ctx ? cfg->ctx : min_int(c->context_length, 32768);
+    if (check_sizes(e, cfg) || load_tokenizer(e, cfg->raw_vocab_ok)) return -1;
+    str name = meta_string(e->model->file, "general.name");
+    if (!(e->name = mem_new(name.n + 1))) return -1;
+    if (name.n) memcpy(e->name, name.p, name.n);
+    make_printable(e->name);
+    if (cfg->mlock && (lock_memory(e->model->file) || lock_memory(e->model->head_file))) return -1;
+    e->sizes = (row_sizes){kv_row_bytes(c, e->kv_type), index_row_bytes(c, e->kv_type), (size_t)c->n_streams * (size_t)c->dim};
+    int threads = cfg->threads ? cfg->threads : cpu_count(), rows = max_int(e->chunk, DS4_MAX_DRAFT + 1);
+    if (!(e->dev.pool = pool_new(threads)) || scratch_new(&e->s, c, rows, threads, e->ctx, e->model->has_head)) return -1;
+    if (!(e->row_room = mem_array((size_t)rows, sizeof *e->row_room)) || !(e->stream_room = mem_array((size_t)rows, sizeof *e->stream_room)) ||
+        !(e->draft_logits = mem_array((size_t)c->n_vocab, sizeof(float))) || !(e->candidates = mem_array((size_t)c->n_vocab, sizeof *e->candidates))) return -1;
+    if (e->progress) e->progress(e->callback_ctx, "load", 1, 1);
+    return 0;
+}
+
+ds4_engine *ds4_engine_new(const ds4_cfg *cfg) {
+    if (!cfg || check_cfg(cfg)) {
+        if (!cfg) fail("cfg is missing");
+        return NULL;
+    }
+    ds4_engine *e = mem_new(sizeof *e);
+    if (!e) return NULL;
+    pthread_mutex_init(&e->run, NULL);
+    e->kv_type = cfg->kv_type;
+    e->max_rewind = cfg->max_rewind;
+    e->chunk = cfg->prefill_chunk;
+    e->draft = cfg->mtp_draft;
+    e->margin = cfg->mtp_margin;
+    e->gen = cfg->gen;
+    e->conf_log = cfg->conf_log;
+    e->log = cfg->log;
+    e->progress = cfg->progress;
+    e->callback_ctx = cfg->callback_ctx;
+    e->bos = e->eos = -1;
+    if (engine_start(e, cfg)) {
+        ds4_engine_free(e);
+        return NULL;
+    }
+    return e;
+}
+
+void ds4_engine_free(ds4_engine *e) {
+    if (!e) return;
+    while (e->sessions) ds4_session_free(e->sessions);
+    scratch_free(&e->s, e->dev.pool ? e->dev.pool->threads : 0);
+    pool_free(e->dev.pool);
+    tok_free(e->tokens);
+    void *parts[] = {e->token_list, e->merge_list, e->token_types, e->model_path, e->head_path, e->name, e->row_room, e->stream_room, e->draft_logits, e->candidates};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) mem_free(parts[i]);
+    model_free(e->model);
+    pthread_mutex_destroy(&e->run);
+    mem_free(e);
+}
+
+static int session_slack(const ds4_engine *e) { return max_int(e->chunk, DS4_MAX_DRAFT + 1) + e->max_rewind; }
+
+static int64_t session_total(const ds4_engine *e) {
+    const config *c = &e->model->c;
+    int64_t bytes = (int64_t)(session_slack(e) + c->window) * (int64_t)e->sizes.streams * 4 + (int64_t)c->n_vocab * 4 * (DS4_MAX_DRAFT + 1) + (int64_t)e->ctx * 4;
+    for (int i = 0; i <= c->n_layers; i++) {
+        cache sizes = cache_sizes(c, c->ratio[i], e->ctx, session_slack(e));
+        if (i < c->n_layers || e->model->has_head) bytes += cache_bytes(c, &sizes, e->kv_type);
+    }
+    return bytes;
+}
+
+static int64_t file_total(const gguf *g) {
+    int64_t bytes = 0;
+    for (int i = 0; g && i < g->n_parts; i++) bytes += (int64_t)g->parts[i].size;
+    return bytes;
+}
+
+ds4_info ds4_engine_info(const ds4_engine *e) {
+    const config *c = &e->model->c;
+    const model *m = e->model;
+    return (ds4_info){.model_path = e->model_path, .mtp_path = e->head_path ? e->head_path : m->has_head ? e->model_path : NULL, .name = e->name, .isa = e->dev.k->name, .layers = c->n_layers, .embd = c->dim,
+        .heads = c->n_heads, .head_dim = c->head_dim, .rope_dim = c->rope_dim, .vocab = c->n_vocab, .streams = c->n_streams, .window = c->window, .experts = c->n_experts, .experts_used = c->n_used,
+        .expert_ff = c->expert_ff[0], .hash_layers = c->n_hash, .context_length = c->context_length, .ctx = e->ctx, .threads = e->dev.pool->threads, .prefill_chunk = e->chunk, .max_rewind = e->max_rewind,
+        .kv_type = e->kv_type, .has_head = m->has_head, .file_has_head = m->file_has_head, .base_model = e->base_model, .template_is_v4 = e->tokens && tok_template_is_v4(e->tokens), .bos = e->bos, .eos = e->eos,
+        .file_bytes = file_total(m->file), .head_file_bytes = file_total(m->head_file), .weight_bytes = m->weight_bytes, .head_weight_bytes = m->head_weight_bytes, .scratch_bytes = e->s.bytes,
+        .session_bytes = session_total(e)};
+}
+
+int ds4_engine_tensor(const ds4_engine *e, int64_t i, ds4_tensor_info *out) {
+    const gguf *g = e->model->file;
+    int64_t n = (int64_t)g->n_tensors, heads = e->model->head_file ? (int64_t)e->model->head_file->n_tensors : 0;
+    if (i < 0 || i >= n + heads) return fail("tensor %lld does not exist; there are %lld", (long long)i, (long long)(n + heads));
+    const tensor *t = i < n ? &g->tensors[i] : &e->model->head_file->tensors[i - n];
+    static const char unknown[] = "unknown";
+    *out = (ds4_tensor_info){.type = type_name(t->type) ? type_name(t->type) : unknown, .n_dims = t->n_dims, .bytes = (int64_t)t->bytes, .head = i >= n};
+    size_t length = t->name.n < sizeof out->name - 1 ? t->name.n : sizeof out->name - 1;
+    memcpy(out->name, t->name.p, length);
+    out->name[length] = 0;
+    make_printable(out->name);
+    memcpy(out->dims, t->dims, sizeof out->dims);
+    return 0;
+}
+
+int ds4_engine_meta(const ds4_engine *e, const char *key, char *out, size_t n) {
+    const meta *m = gguf_meta(e->model->file, key);
+    if (n) *out = 0;
+    if (!m) return fail("%s: key %s is missing", e->model_path, key);
+    if (m->type == G_STRING && !m->array) {
+        str text = meta_string(e->model->file, key);
+        snprintf(out, n, "%.*s", (int)(text.n < INT_MAX ? text.n : INT_MAX), text.p);
+    } else if (meta_is_number(m) && m->count) {
+        size_t at = 0;
+        for (uint64_t i = 0; i < m->count && at < n; i++) at += (size_t)snprintf(out + at, n - at, "%s%.10g", i ? " " : "", meta_number(m, i));
+    } else snprintf(out, n, "%llu values", (unsigned long long)m->count);
+    return 0;
+}
+
+/* ---- tokens and text ---- */
+
+static int need_tokenizer(const ds4_engine *e) { return e->tokens ? 0 : fail("%s: has no tokenizer", e->model_path); }
+
+static int64_t give_ids(ids *list, int failed, int *out, size_t cap) {
+    int64_t n = failed ? -1 : (int64_t)list->n;
+    for (size_t i = 0; !failed && i < list->n && i < cap; i++) out[i] = list->v[i];
+    mem_free(list->v);
+    return n;
+}
+
+int64_t ds4_tokenize(const ds4_engine *e, const char *text, size_t n, bool control, int *out, size_t cap) {
+    ids list = {0};
+    if (need_tokenizer(e)) return -1;
+    return give_ids(&list, tok_encode(e->tokens, text, n, control, &list), out, cap);
+}
+
+int64_t ds4_prompt(const ds4_engine *e, const char *text, size_t n, bool control, int *out, size_t cap) {
+    ids list = {0};
+    if (need_tokenizer(e)) return -1;
+    return give_ids(&list, tok_prompt(e->tokens, text, n, control, &list), out, cap);
+}
+
+const char *ds4_token_piece(const ds4_engine *e, int token, size_t *n) {
+    const char *p = NULL;
+    *n = 0;
+    if (e->tokens && token >= 0 && token < e->model->c.n_vocab) *n = tok_piece(e->tokens, token, &p);
+    return p;
+}
+
+int ds4_token_id(const ds4_engine *e, const char *text) {
+    return e->tokens ? tok_id(e->tokens, str_of(text)) : -1;
+}
+
+bool ds4_token_is_eos(const ds4_engine *e, int token) { return token >= 0 && token == e->eos; }
+
+int64_t ds4_chat(const ds4_engine *e, const ds4_message *messages, size_t n, ds4_think think, int *out, size_t cap) {
+    if (need_tokenizer(e)) return -1;
+    chat_message *list = mem_array(n + 1, sizeof *list);
+    if (!list) return -1;
+    for (size_t i = 0; i < n; i++) list[i] = (chat_message){.role = messages[i].role, .content = messages[i].content, .reasoning = messages[i].reasoning};
+    ids result = {0};
+    int failed = tok_chat(e->tokens, list, n, think == DS4_THINK_MAX ? THINK_MAX : think == DS4_THINK_ON ? THINK_ON : THINK_OFF, true, &result);
+    mem_free(list);
+    return give_ids(&result, failed, out, cap);
+}
+
+/* ---- session ---- */
+
+static void session_set_drafter(ds4_session *s, const drafter *d, void *ctx) {
+    s->drafter = d;
+    s->drafter_ctx = ctx;
+}
+
+static ds4_session *session_new(ds4_engine *e) {
+    const config *c = &e->model->c;
+    ds4_session *s = mem_new(sizeof *s);
+    if (!s) return NULL;
+    s->engine = e;
+    s->ctx = e->ctx;
+    s->max_rewind = e->max_rewind;
+    s->batch = max_int(e->chunk, DS4_MAX_DRAFT + 1);
+    s->logits_row = -1;
+    s->draft = e->draft;
+    s->margin = e->margin;
+    s->stream_need = c->window;
+    s->stream_ring = s->stream_need + session_slack(e);
+    if (e->model->has_head) session_set_drafter(s, &mtp_drafter, NULL);
+    if (!(s->caches = mem_array((size_t)c->n_layers + 1, sizeof *s->caches)) || !(s->tokens = mem_array((size_t)s->ctx + DS4_MAX_DRAFT + 1, sizeof(int))) ||
+        !(s->streams = mem_array((size_t)s->stream_ring * e->sizes.streams, sizeof(float))) || !(s->head_streams = mem_array(e->sizes.streams, sizeof(float))) ||
+        !(s->logits = mem_array((size_t)(DS4_MAX_DRAFT + 1) * (size_t)c->n_vocab, sizeof(float)))) goto bad;
+    for (int i = 0; i < c->n_layers + (e->model->has_head ? 1 : 0); i++)
+        if (cache_new(&s->caches[i], c, c->ratio[i], s->ctx, session_slack(e), e->kv_type)) goto bad;
+    pthread_mutex_lock(&e->run);
+    s->next = e->sessions;
+    s->link = &e->sessions;
+    if (s->next) s->next->link = &s->next;
+    e->sessions = s;
+    pthread_mutex_unlock(&e->run);
+    return s;
+bad:
+    ds4_session_free(s);
+    return NULL;
+}
+
+ds4_session *ds4_engine_open_session(ds4_engine *e) { return session_new(e); }
+
+void ds4_session_free(ds4_session *s) {
+    if (!s) return;
+    pthread_mutex_lock(&s->engine->run);
+    if (s->link) {
+        *s->link = s->next;
+        if (s->next) s->next->link = s->link;
+    }
+    pthread_mutex_unlock(&s->engine->run);
+    for (int i = 0; s->caches && i <= s->engine->model->c.n_layers; i++) cache_free(&s->caches[i]);
+    void *parts[] = {s->caches, s->tokens, s->streams, s->head_streams, s->logits, s->stops};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) mem_free(parts[i]);
+    mem_free(s);
+}
+
+int ds4_session_position(const ds4_session *s) { return s->position; }
+int ds4_session_ctx(const ds4_session *s) { return s->ctx; }
+const int *ds4_session_tokens(const ds4_session *s) { return s->tokens; }
+ds4_stats ds4_session_stats(const ds4_session *s) { return s->stats; }
+void ds4_session_reset_stats(ds4_session *s) { s->stats = (ds4_stats){0}; }
+void ds4_session_cancel(ds4_session *s) { atomic_store(&s->cancel, true); }
+bool ds4_session_cancelled(const ds4_session *s) { return atomic_load(&s->cancel); }
+void ds4_session_clear_cancel(ds4_session *s) { atomic_store(&s->cancel, false); }
+
+/* One pass of a prompt. Logits of all rows go to `out` when the caller wants them, of the last row to the session when `last`. */
+static int eval_chunk(ds4_session *s, const int *tokens, int n, bool last, float *out) {
+    ds4_engine *e = s->engine;
+    int V = e->model->c.n_vocab;
+    pthread_mutex_lock(&e->run);
+    double start = now_ms();
+    pass_row *rows = e->row_room;
+    for (int i = 0; i < n; i++) rows[i] = (pass_row){s, s->position + i, tokens[i]};
+    forward(e, rows, n);
+    const float *final = e->s.x + (size_t)(n - 1) * e->sizes.streams;
+    if (out) {
+        output_logits(e, e->s.x, n, &e->model->collapse, e->model->output_norm, out);
+        memcpy(s->logits, out + (int64_t)(n - 1) * V, (size_t)V * sizeof *out);
+    } else if (last) output_logits(e, final, 1, &e->model->collapse, e->model->output_norm, s->logits);
+    s->logits_row = last || out ? 0 : -1;
+    s->step_rows = 0;
+    s->stats.passes++;
+    s->stats.prompt_ms += now_ms() - start;
+    s->written = max_int(s->written, s->position + n);
+    int result = 0;
+    if (s->logits_row == 0 && !e->dev.k->all_finite(V, s->logits)) {
+        s->logits_row = -1;
+        result = session_non_finite(s->position + n - 1);
+    } else {
+        memcpy(s->tokens + s->position, tokens, (size_t)n * sizeof *tokens);
+        s->position += n;
+        session_moved(s);
+        s->stats.prompt_tokens += n;
+    }
+    session_settle(s);
+    pthread_mutex_unlock(&e->run);
+    return result;
+}
+
+int ds4_session_eval_logits(ds4_session *s, const int *tokens, size_t n, float *out) {
+    const ds4_engine *e = s->engine;
+    if (n > (size_t)(s->ctx - s->position)) return fail("%zu tokens at position %d do not fit a context of %d", n, s->position, s->ctx);
+    for (size_t i = 0; i < n; i++)
+        if (check_token(s, tokens[i])) return -1;
+    for (size_t at = 0; at < n;) {
+        if (atomic_load(&s->cancel)) return fail("cancelled at position %d", s->position);
+        int chunk = (int)(n - at < (size_t)e->chunk ? n - at : (size_t)e->chunk);
+        if (eval_chunk(s, tokens + at, chunk, at + (size_t)chunk == n, out ? out + at * (size_t)e->model->c.n_vocab : NULL)) return -1;
+        at += (size_t)chunk;
+        if (e->progress && n > (size_t)e->chunk) e->progress(e->callback_ctx, "prompt", (int64_t)at, (int64_t)n);
+    }
+    return 0;
+}
+
+int ds4_session_eval(ds4_session *s, const int *tokens, size_t n) { return ds4_session_eval_logits(s, tokens, n, NULL); }
+
+int ds4_session_rewind_floor(const ds4_session *s) { return max_int(1, s->floor); }
+
+int ds4_session_head_logits(ds4_session *s, int from, int to, float *out) {
+    ds4_engine *e = s->engine;
+    if (!e->model->has_head) return fail("no MTP head is loaded");
+    if (from < 0 || from > to || to > s->position - 1) return fail("head rows %d to %d: expected rows below %d, whose next token is known", from, to, s->position - 1);
+    int first = s->written - s->stream_ring + e->model->c.window - 1;
+    if (from < first) return fail("head rows from %d: rows from %d on can still be made", from, first);
+    pthread_mutex_lock(&e->run);
+    head_catch_up(s, from);
+    head_rows(s, from, to, out);
+    s->head_to = max_int(s->head_to, to);
+    pthread_mutex_unlock(&e->run);
+    return 0;
+}
+
+/* Logits of the position: those of the last pass, or computed again from the row's streams after a rewind. */
+const float *ds4_session_logits(ds4_session *s) {
+    ds4_engine *e = s->engine;
+    if (s->position == 0) {
+        fail("no logits: the session is empty");
+        return NULL;
+    }
+    int V = e->model->c.n_vocab;
+    if (s->logits_row < 0) {
+        pthread_mutex_lock(&e->run);
+        output_logits(e, session_streams(s, s->position - 1), 1, &e->model->collapse, e->model->output_norm, s->logits);
+        bool finite = e->dev.k->all_finite(V, s->logits);
+        pthread_mutex_unlock(&e->run);
+        if (!finite) {
+            session_non_finite(s->position - 1);
+            return NULL;
+        }
+        s->logits_row = 0;
+        s->step_rows = 0;
+    }
+    return s->logits + (int64_t)s->logits_row * V;
+}
+
+const float *ds4_session_step_logits(ds4_session *s, int i) {
+    if (i < 0 || i >= s->step_rows) {
+        fail("the last step has no row %d; it committed %d", i, s->step_rows);
+        return NULL;
+    }
+    return s->logits + (int64_t)i * s->engine->model->c.n_vocab;
+}
+
+int ds4_session_argmax(ds4_session *s) {
+    const float *z = ds4_session_logits(s);
+    return z ? (int)s->engine->dev.k->argmax(s->engine->model->c.n_vocab, z) : -1;
+}
+
+int ds4_session_sample(ds4_session *s, const ds4_gen *gen) {
+    ds4_engine *e = s->engine;
+    if (!gen) gen = &e->gen;
+    if (check_gen(gen)) return -1;
+    if (gen->temperature == 0) return ds4_session_argmax(s);
+    const float *z = ds4_session_logits(s);
+    if (!z) return -1;
+    pthread_mutex_lock(&e->run);
+    int token = draw(z, e->model->c.n_vocab, gen, s->position, e->candidates);
+    pthread_mutex_unlock(&e->run);
+    return token;
+}
+
+int ds4_session_top_logprobs(ds4_session *s, int n, ds4_logprob *out) {
+    ds4_engine *e = s->engine;
+    const float *z = ds4_session_logits(s);
+    int V = e->model->c.n_vocab;
+    if (!z) return -1;
+    n = min_int(n, V);
+    pthread_mutex_lock(&e->run);
+    double total = log_sum_exp(z, V);
+    for (int i = 0; i < V; i++) e->candidates[i] = (candidate){z[i], i};
+    qsort(e->candidates, (size_t)V, sizeof *e->candidates, candidate_order);
+    for (int i = 0; i < n; i++) out[i] = (ds4_logprob){e->candidates[i].id, (float)((double)e->candidates[i].logit - total)};
+    pthread_mutex_unlock(&e->run);
+    return n;
+}
+
+double ds4_session_logprob(ds4_session *s, int token) {
+    const float *z = ds4_session_logits(s);
+    return z && !check_token(s, token) ? (double)z[token] - log_sum_exp(z, s->engine->model->c.n_vocab) : (double)NAN;
+}
+
+int ds4_session_rewind(ds4_session *s, int position) {
+    if (position < 0 || position > s->position) return fail("cannot rewind to %d: the session is at %d", position, s->position);
+    if (position == s->position) return 0;
+    if (position > 0 && position < s->floor) return fail("cannot rewind to %d: with max_rewind %d, 0 or %d and above can be reached", position, s->max_rewind, s->floor);
+    s->position = position;
+    if (position == 0) s->floor = s->written = s->head_from = s->head_to = 0;
+    s->logits_row = -1;
+    s->step_rows = 0;
+    session_settle(s);
+    return 0;
+}
+
+int ds4_session_set_stops(ds4_session *s, const int *tokens, size_t n, bool ignore_eos) {
+    int *copy = NULL;
+    for (size_t i = 0; i < n; i++)
+        if (check_token(s, tokens[i])) return -1;
+    if (n && !(copy = mem_array(n, sizeof *copy))) return -1;
+    if (n) memcpy(copy, tokens, n * sizeof *copy);
+    mem_free(s->stops);
+    s->stops = copy;
+    s->n_stops = n;
+    s->ignore_eos = ignore_eos;
+    return 0;
+}
+
+bool ds4_session_is_stop(const ds4_session *s, int token) {
+    if (!s->ignore_eos && token >= 0 && token == s->engine->eos) return true;
+    for (size_t i = 0; i < s->n_stops; i++)
+        if (s->stops[i] == token) return true;
+    return false;
+}
+
+int ds4_session_set_mtp(ds4_session *s, int draft, float margin) {
+    if (draft < 0 || draft > DS4_MAX_DRAFT) return fail("draft is %d; expected 0 to %d", draft, DS4_MAX_DRAFT);
+    if (!(margin >= 0 && margin <= 1000)) return fail("margin is %g; expected 0 to 1000", (double)margin);
+    if (draft > 0 && !s->drafter) return fail("draft is %d, but no MTP head is loaded", draft);
+    s->draft = draft;
+    s->margin = margin;
+    return 0;
+}
+
+/* ============================================================================================================================
+ * 14. Save and load
+ *
+ * A snapshot is what later tokens can read, by absolute position: tokens; of each ring the rows that a session rewound as far
+ * as it may would look back on; all compressed rows. So it does not depend on chunk or ring sizes, and a resumed session gives
+ * the same bits. Walked by one function for counting, saving, loading and forking, so that these cannot drift apart.
+ * ========================================================================================================================== */
+
+typedef struct {
+    uint8_t *out;               /* saving: where to write, NULL to count only */
+    const uint8_t *in;          /* loading */
+    size_t at;
+} walker;
+
+static const char snapshot_magic[8] = "ds4snap1";
+
+typedef struct {
+    char magic[8];
+    uint64_t identity, bytes, sum;      /* of the model; of the whole snapshot; of what follows the header */
+    int32_t kv_type, position, floor, reserved;
+} snapshot_header;
+
+static void walk(walker *w, void *data, size_t n) {
+    if (w->out) memcpy(w->out + w->at, data, n);
+    else if (w->in) memcpy(data, w->in + w->at, n);
+    w->at += n;
+}
+
+/* Rows from..to-1 of a ring. */
+static void walk_ring(walker *w, void *ring, int size, size_t bytes, int from, int to) {
+    for (int q = max_int(0, from); q < to; q++) walk(w, (uint8_t *)ring + (size_t)(q % size) * bytes, bytes);
+}
+
+static void walk_cache(walker *w, const config *c, const row_sizes *sizes, cache *k, int floor, int position) {
+    size_t parts = k->ratio == 4 ? 2 : 1, channels = parts * (size_t)c->head_dim * sizeof(float), index_channels = 2 * (size_t)c->index_dim * sizeof(float);
+    walk_ring(w, k->raw, k->ring, sizes->kv_row, floor - k->need, position);
+    if (k->ratio == 0) return;
+    walk_ring(w, k->kv, k->comp_ring, channels, floor - k->comp_need, position);
+    walk_ring(w, k->gate, k->comp_ring, channels, floor - k->comp_need, position);
+    walk(w, k->rows, (size_t)(position / k->ratio) * sizes->kv_row);
+    if (k->ratio != 4) return;
+    walk_ring(w, k->index_kv, k->comp_ring, index_channels, floor - k->comp_need, position);
+    walk_ring(w, k->index_gate, k->comp_ring, index_channels, floor - k->comp_need, position);
+    walk(w, k->index_rows, (size_t)(position / k->ratio) * sizes->index_row);
+}
+
+/* The session's body at `position`, for rewinds down to `floor`. Head rows are made again from the streams. */
+static void walk_session(walker *w, ds4_session *s, int floor, int position) {
+    const ds4_engine *e = s->engine;
+    walk(w, s->tokens, (size_t)position * sizeof(int));
+    walk_ring(w, s->streams, s->stream_ring, e->sizes.streams * sizeof(float), floor - s->stream_need, position);
+    for (int i = 0; i < e->model->c.n_layers; i++) walk_cache(w, &e->model->c, &e->sizes, &s->caches[i], floor, position);
+}
+
+size_t ds4_session_save_size(const ds4_session *s) {
+    walker w = {.at = sizeof(snapshot_header)};
+    walk_session(&w, (ds4_session *)(uintptr_t)s, s->floor, s->position);
+    return w.at;
+}
+
+size_t ds4_session_save_mem(const ds4_session *s, void *buf, size_t n) {
+    size_t need = ds4_session_save_size(s);
+    if (n < need) {
+        fail("a snapshot needs %zu bytes, the buffer has %zu", need, n);
+        return 0;
+    }
+    walker w = {.out = buf, .at = sizeof(snapshot_header)};
+    walk_session(&w, (ds4_session *)(uintptr_t)s, s->floor, s->position);
+    snapshot_header h = {.identity = s->engine->model->identity, .bytes = need, .kv_type = (int32_t)s->engine->kv_type, .position = s->position, .floor = s->floor};
+    memcpy(h.magic, snapshot_magic, sizeof h.magic);
+    h.sum = checksum(checksum(h.identity ^ h.bytes, &h.kv_type, 4 * sizeof(int32_t)), (uint8_t *)buf + sizeof h, need - sizeof h);
+    memcpy(buf, &h, sizeof h);
+    return need;
+}
+
+static int check_snapshot(const ds4_session *s, const uint8_t *buf, size_t n, const char *from, snapshot_header *h) {
+    if (n < sizeof *h) return fail("%s: not a snapshot: %zu bytes, its header has %zu", from, n, sizeof *h);
+    memcpy(h, buf, sizeof *h);
+    if (memcmp(h->magic, snapshot_magic, sizeof h->magic)) return fail("%s: not a snapshot of this version", from);
+    if (h->identity != s->engine->model->identity) return fail("%s: a snapshot of another model, not of %s", from, s->engine->model_path);
+    if (h->kv_type != (int32_t)s->engine->kv_type) return fail("%s: a snapshot of kv type %d, this session has %d (0 f32, 1 f16, 2 fp8)", from, h->kv_type, (int)s->engine->kv_type);
+    if (h->bytes != n) return fail("%s: damaged: a snapshot of %llu bytes, %zu are there", from, (unsigned long long)h->bytes, n);
+    uint64_t sum = checksum(checksum(h->identity ^ h->bytes, &h->kv_type, 4 * sizeof(int32_t)), buf + sizeof *h, n - sizeof *h);
+    if (sum != h->sum) return fail("%s: damaged: the checksum is wrong", from);
+    if (h->position < 0 || h->floor < 0 || h->floor > h->position) return fail("%s: damaged: impossible positions", from);
+    if (h->position > s->ctx) return fail("%s: a snapshot of %d tokens does not fit a context of %d", from, h->position, s->ctx);
+    return 0;
+}
+
+static int load_snapshot(ds4_session *s, const void *buf, size_t n, const char *from) {
+    snapshot_header h;
+    if (check_snapshot(s, buf, n, from, &h)) return -1;
+    /* A ring holds what max_rewind promises; a snapshot that goes back further loses the excess. */
+    walker size = {.at = sizeof h};
+    walk_session(&size, s, h.floor, h.position);
+    if (size.at != n) return fail("%s: damaged: %zu bytes, a session at %d would have %zu", from, n, h.position, size.at);
+    const int *tokens = (const int *)(const void *)((const uint8_t *)buf + sizeof h);
+    for (int i = 0; i < h.position; i++) {
+        int token;
+        memcpy(&token, tokens + i, sizeof token);
+        if (check_token(s, token)) return fail("%s: damaged: token %d at position %d is outside the vocabulary", from, token, i);
+    }
+    walker w = {.in = buf, .at = sizeof h};
+    walk_session(&w, s, h.floor, h.position);
+    s->position = h.position;
+    s->floor = h.floor;
+    s->written = h.position;
+    session_moved(s);
+    s->head_from = s->head_to = 0;
+    s->logits_row = -1;
+    s->step_rows = 0;
+    session_settle(s);
+    return 0;
+}
+
+int ds4_session_load_mem(ds4_session *s, const void *buf, size_t n) { return load_snapshot(s, buf, n, "snapshot"); }
+
+/* Into a file beside `path` first, so that a crash or a full disk leaves the old one as it was. */
+int ds4_session_save(const ds4_session *s, const char *path) {
+    size_t n = ds4_session_save_size(s), length = strlen(path);
+    uint8_t *buf = mem_new(n);
+    char *temporary = mem_new(length + 8);
+    int fd = -1, result = -1;
+    if (!buf || !temporary || !ds4_session_save_mem(s, buf, n)) goto out;
+    memcpy(temporary, path, length);
+    memcpy(temporary + length, ".XXXXXX", 7);
+    fd = fault() ? (errno = EMFILE, -1) : mkstemp(temporary);
+    if (fd < 0) {
+        fail("%s: cannot write a file beside it: %s", path, strerror(errno));
+        goto out;
+    }
+    for (size_t at = 0; at < n;) {
+        ssize_t wrote = fault() ? (errno = ENOSPC, -1) : write(fd, buf + at, n - at);
+        if (wrote < 0 && errno == EINTR) continue;
+        if (wrote <= 0) {
+            fail("%s: cannot write %zu bytes: %s", path, n, strerror(errno));
+            goto out;
+        }
+        at += (size_t)wrote;
+    }
+    bool synced = !fault() && fsync(fd) == 0, closed = close(fd) == 0;
+    fd = -1;
+    if (!synced || !closed || rename(temporary, path)) fail("%s: cannot write: %s", path, strerror(errno));
+    else result = 0;
+out:
+    if (fd >= 0) close(fd);
+    if (result && temporary && *temporary) unlink(temporary);
+    mem_free(temporary);
+    mem_free(buf);
+    return result;
+}
+
+int ds4_session_load(ds4_session *s, const char *path) {
+    struct stat st;
+    int fd = fault() ? (errno = EMFILE, -1) : open(path, O_RDONLY | O_CLOEXEC), result = -1;
+    if (fd < 0) return fail("%s: cannot open: %s", path, strerror(errno));
+    uint8_t *buf = NULL;
+    if (fstat(fd, &st) || !S_ISREG(st.st_mode)) {
+        fail("%s: not a file that can be read", path);
+        goto out;
+    }
+    size_t n = (size_t)st.st_size, at = 0;
+    if (!(buf = mem_new(n))) goto out;
+    while (at < n) {
+        ssize_t got = fault() ? (errno = EIO, -1) : read(fd, buf + at, n - at);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) {
+            fail("%s: cannot read %zu bytes: %s", path, n, got ? strerror(errno) : "the file shrank");
+            goto out;
+        }
+        at += (size_t)got;
+    }
+    result = load_snapshot(s, buf, n, path);
+out:
+    mem_free(buf);
+    close(fd);
+    return result;
+}
+
+/* Through a snapshot in memory: what a later token can read, and the session's settings. */
+ds4_session *ds4_session_fork(const ds4_session *s) {
+    ds4_session *copy = session_new(s->engine);
+    size_t n = ds4_session_save_size(s);
+    uint8_t *buf = copy ? mem_new(n) : NULL;
+    bool good = buf && ds4_session_save_mem(s, buf, n) && !ds4_session_load_mem(copy, buf, n) && !ds4_session_set_stops(copy, s->stops, s->n_stops, s->ignore_eos);
+    mem_free(buf);
+    if (!good) {
+        ds4_session_free(copy);
+        return NULL;
+    }
+    session_set_drafter(copy, s->drafter, s->drafter_ctx);
+    copy->draft = s->draft;
+    copy->margin = s->margin;
+    return copy;
+}

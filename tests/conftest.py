@@ -1,0 +1,39 @@
+"""What the tests share: the built program, the engine with its insides reachable, and the fixtures' files."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def make(target: str) -> Path:
+    """Build a target of the Makefile and return its path."""
+    subprocess.run(["make", "-s", target], cwd=ROOT, check=True)
+    return ROOT / target
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    return ROOT / "tests" / "data"
+
+
+@pytest.fixture(scope="session")
+def ds4() -> Path:
+    """The built command-line program."""
+    return make("ds4")
+
+
+@pytest.fixture(scope="session")
+def hooks() -> ctypes.CDLL:
+    """ds4.c as a library with the test hooks of hooks.c."""
+    return ctypes.CDLL(str(make("build/hooks.so")))

@@ -1,0 +1,174 @@
+"""The C API for tests: cffi over build/hooks.so, declarations from ds4.h itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import cffi
+import numpy as np
+from conftest import ROOT, make
+
+KV = {"f32": 0, "f16": 1, "fp8": 2}
+
+
+def declarations() -> str:
+    """The part of ds4.h between its marks, without the preprocessor lines that cffi does not read."""
+    text = (ROOT / "ds4.h").read_text()
+    body = text.split("/* binding: begin */")[1].split("/* binding: end */")[0]
+    body = re.sub(r'#define \w+ ".*"', "", body)
+    return body.replace("bool ", "_Bool ")
+
+
+ffi = cffi.FFI()
+ffi.cdef(declarations())
+ffi.cdef(
+    """
+    typedef struct hook_script hook_script;
+    hook_script *hook_script_new(ds4_session *s, const int *text, int n, int wrong);
+    void hook_script_free(ds4_session *s, hook_script *script);
+    """
+)
+lib: Any = ffi.dlopen(str(make("build/hooks.so")))
+
+
+class Failed(Exception):
+    """A call failed; the text is ds4_last_error()."""
+
+
+def check(result: Any) -> Any:
+    if result == ffi.NULL or (isinstance(result, int) and result < 0):
+        raise Failed(ffi.string(lib.ds4_last_error()).decode())
+    return result
+
+
+class Engine:
+    """An engine; options are the fields of ds4_cfg (paths as Path or str, kv_type by name)."""
+
+    def __init__(self, model: Path | str, mtp: Path | str | None = None, **options: Any) -> None:
+        cfg = ffi.new("ds4_cfg *", lib.ds4_default_cfg())
+        self.keep = [ffi.new("char[]", str(p).encode()) for p in (model, mtp or "", options.get("isa") or "auto")]
+        cfg.model_path, cfg.isa = self.keep[0], self.keep[2]
+        if mtp:
+            cfg.mtp_path = self.keep[1]
+        self.lines: list[str] = []
+        self.log = ffi.callback("void(void *, const char *)", lambda _, text: self.lines.append(ffi.string(text).decode()))
+        cfg.log = self.log
+        for name, value in options.items():
+            if name != "isa":
+                setattr(cfg, name, KV[value] if name == "kv_type" else value)
+        self.p = check(lib.ds4_engine_new(cfg))
+        self.vocab = int(lib.ds4_engine_info(self.p).vocab)
+
+    @property
+    def info(self) -> Any:
+        return lib.ds4_engine_info(self.p)
+
+    def session(self) -> Session:
+        return Session(self, check(lib.ds4_engine_open_session(self.p)))
+
+    def close(self) -> None:
+        lib.ds4_engine_free(self.p)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Session:
+    """A session of an engine. Its engine closes it at the latest."""
+
+    def __init__(self, engine: Engine, p: Any) -> None:
+        self.engine, self.p, self.scripts = engine, p, []
+        self.room = ffi.new("int[]", 1 << 15)
+
+    def close(self) -> None:
+        for script in self.scripts:
+            lib.hook_script_free(self.p, script)
+        self.scripts = []
+        lib.ds4_session_free(self.p)
+
+    def eval(self, tokens: Any) -> None:
+        ids = np.ascontiguousarray(tokens, np.int32)
+        check(lib.ds4_session_eval(self.p, ffi.from_buffer("int[]", ids), len(ids)))
+
+    def eval_logits(self, tokens: Any) -> np.ndarray:
+        """float32 [n, V]: logits after each token."""
+        ids = np.ascontiguousarray(tokens, np.int32)
+        out = np.empty((len(ids), self.engine.vocab), np.float32)
+        check(lib.ds4_session_eval_logits(self.p, ffi.from_buffer("int[]", ids), len(ids), ffi.from_buffer("float[]", out)))
+        return out
+
+    def head_logits(self, start: int, stop: int) -> np.ndarray:
+        """float32 [stop - start, V]: the head's logits of rows start to stop - 1."""
+        out = np.empty((stop - start, self.engine.vocab), np.float32)
+        check(lib.ds4_session_head_logits(self.p, start, stop, ffi.from_buffer("float[]", out)))
+        return out
+
+    def logits(self) -> np.ndarray:
+        """float32 [V], a copy."""
+        p = check(lib.ds4_session_logits(self.p))
+        return np.frombuffer(ffi.buffer(p, 4 * self.engine.vocab), np.float32).copy()
+
+    def argmax(self) -> int:
+        return int(check(lib.ds4_session_argmax(self.p)))
+
+    def step(self, token: int, most: int) -> list[int]:
+        n = check(lib.ds4_session_step(self.p, token, most, self.room))
+        return list(self.room[0:n])
+
+    def generate(self, n: int) -> list[int]:
+        """n greedy tokens by steps, evaluated all of them (fewer at a stop token or the end of the context)."""
+        out: list[int] = []
+        while len(out) < n and self.position < lib.ds4_session_ctx(self.p):
+            token = self.argmax()
+            if lib.ds4_session_is_stop(self.p, token):
+                break
+            out += self.step(token, n - len(out))
+        return out
+
+    def set_mtp(self, draft: int, margin: float) -> None:
+        check(lib.ds4_session_set_mtp(self.p, draft, margin))
+
+    def set_stops(self, tokens: list[int], ignore_eos: bool = False) -> None:
+        check(lib.ds4_session_set_stops(self.p, tokens, len(tokens), ignore_eos))
+
+    def script(self, text: Any, wrong: int = -1) -> None:
+        """Draft from a given text from now on, the wrong-th draft of each cycle spoiled."""
+        ids = np.ascontiguousarray(text, np.int32)
+        self.scripts.append(lib.hook_script_new(self.p, ffi.from_buffer("int[]", ids), len(ids), wrong))
+
+    def rewind(self, position: int) -> None:
+        check(lib.ds4_session_rewind(self.p, position))
+
+    def fork(self) -> Session:
+        return Session(self.engine, check(lib.ds4_session_fork(self.p)))
+
+    def save(self) -> bytes:
+        n = int(lib.ds4_session_save_size(self.p))
+        buf = bytearray(n)
+        check(int(lib.ds4_session_save_mem(self.p, ffi.from_buffer(buf), n)) or -1)
+        return bytes(buf)
+
+    def load(self, snapshot: bytes) -> None:
+        check(lib.ds4_session_load_mem(self.p, ffi.from_buffer(snapshot), len(snapshot)))
+
+    @property
+    def position(self) -> int:
+        return int(lib.ds4_session_position(self.p))
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(lib.ds4_session_tokens(self.p)[0 : self.position]) if self.position else []
+
+    @property
+    def stats(self) -> Any:
+        return lib.ds4_session_stats(self.p)
+
+
+def bits(a: np.ndarray) -> np.ndarray:
+    """float32 as its bits, for exact comparison."""
+    return np.ascontiguousarray(a, np.float32).view(np.int32)

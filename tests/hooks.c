@@ -1,0 +1,43 @@
+/* The engine as the Python tests see it: all of ds4.c in one object, with hooks for what the API does not show. */
+#include "../ds4.c"
+
+#include "hooks_kernels.inc"
+#include "hooks_tokenizer.inc"
+
+/* ---- a scripted drafter: it proposes a given text, with one wrong token at a given place of each cycle ---- */
+
+typedef struct {
+    int *text;              /* text[p] is what will stand at position p */
+    int n, wrong;           /* wrong: which draft of a cycle is spoiled, -1 none */
+} hook_script;
+
+static int script_propose(ds4_session *s, void *ctx, int token, int k, int *out, float *lead) {
+    const hook_script *script = ctx;
+    int V = s->engine->model->c.n_vocab, i;
+    (void)token;
+    for (i = 0; i < k && s->position + 1 + i < script->n; i++) {
+        out[i] = (script->text[s->position + 1 + i] + (i == script->wrong)) % V;
+        if (ds4_session_is_stop(s, out[i])) break;
+        lead[i] = 0;
+    }
+    return i;
+}
+
+static const drafter script_drafter = {script_propose, NULL};
+
+hook_script *hook_script_new(ds4_session *s, const int *text, int n, int wrong);
+void hook_script_free(ds4_session *s, hook_script *script);
+
+hook_script *hook_script_new(ds4_session *s, const int *text, int n, int wrong) {
+    hook_script *script = malloc(sizeof *script);
+    *script = (hook_script){malloc((size_t)n * sizeof *text), n, wrong};
+    memcpy(script->text, text, (size_t)n * sizeof *text);
+    session_set_drafter(s, &script_drafter, script);
+    return script;
+}
+
+void hook_script_free(ds4_session *s, hook_script *script) {
+    if (s) session_set_drafter(s, s->engine->model->has_head ? &mtp_drafter : NULL, NULL);
+    free(script->text);
+    free(script);
+}
