@@ -1360,15 +1360,16 @@ ALWAYS_INLINE int64_t argmax_body(int64_t n, const float *x)
 
 /* ---- 4.6 Matrix products, the plain ones ------------------------------------------------------------------------- */
 
-/* A product is computed in tiles: the weight rows w + o*w_stride, o < n_out, against m <= TILE activation rows r[j], into
+/* A product is computed in tiles: the weight rows w + o*w_stride, o < n_out, against the m activation rows of x, into
  * out[j*ldo + o]. What is unpacked of the weights serves all rows of a tile. */
 #define TILE 16
-#define TILE_ARGS int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x, const int64_t *r, int m, \
-                  float *out, size_t ldo
+typedef struct { const float *f[TILE]; const int8_t *q[TILE]; const float *d[TILE]; const int16_t *sum[TILE]; } tile_acts;
+
+#define TILE_ARGS int64_t n, const uint8_t *w, size_t w_stride, int n_out, const tile_acts *x, int m, float *out, size_t ldo
 typedef void tile_fn(TILE_ARGS);
 
 /* Element i onwards of a row of float weights of any kind against a row of activations, after what `acc` holds already. */
-ALWAYS_INLINE float float_dot_from(uint32_t type, int64_t n, int64_t i, const uint8_t *w, const float *x, float *acc)
+static float float_dot_from(uint32_t type, int64_t n, int64_t i, const uint8_t *w, const float *x, float *acc)
 {
     for (; i < n; i += LANES) {
         int64_t lanes = n - i < LANES ? n - i : LANES;
@@ -1381,15 +1382,23 @@ ALWAYS_INLINE float float_dot_from(uint32_t type, int64_t n, int64_t i, const ui
     return join_lanes(acc);
 }
 
-/* A block of weights against block b of activation row r: adds to the block's lane. */
-ALWAYS_INLINE void block_dot(uint32_t type, const type_info *t, int64_t n, const wblock *u, const acts *x, int64_t r,
-                             int64_t b, float *acc)
+ALWAYS_INLINE void float_tile(uint32_t type, TILE_ARGS)
 {
-    const int8_t *q = x->q + r * n;
-    const int16_t *sum = x->sum + r * (n / 16) + b * (t->block / 16);
-    float scale = x->d[r * (n / t->block) + b];
+    for (int o = 0; o < n_out; o++)
+        for (int j = 0; j < m; j++) {
+            float acc[LANES] = { 0 };
+            out[(size_t)j * ldo + (size_t)o] = float_dot_from(type, n, 0, w + (size_t)o * w_stride, x->f[j], acc);
+        }
+}
+
+/* Block b of a row of weights against row j of a tile: adds to the block's lane. */
+ALWAYS_INLINE void block_dot(uint32_t type, int block, int64_t n, const wblock *u, const tile_acts *x, int j, int64_t b,
+                             float *acc)
+{
+    const int8_t *q = x->q[j];
+    const float scale = x->d[j][b];
     int32_t dot = 0, min = 0;
-    if (t->block == 32) {
+    if (block == 32) {
         for (int i = 0; i < 32; i++)
             dot += u->q[i] * q[act_offset(ACT_Q32, n, b * 32 + i)];
     } else {
@@ -1404,42 +1413,48 @@ ALWAYS_INLINE void block_dot(uint32_t type, const type_info *t, int64_t n, const
     *lane = __builtin_fmaf((float)dot, u->d * scale, *lane);
     if (type_has_min(type)) {
         for (int s = 0; s < 16; s++)
-            min += sum[s] * u->min[s];
+            min += x->sum[j][b * 16 + s] * u->min[s];
         *lane = __builtin_fmaf(-(float)min, u->dmin * scale, *lane);
     }
 }
 
-ALWAYS_INLINE void tile_body(uint32_t type, TILE_ARGS)
+ALWAYS_INLINE void block_tile(uint32_t type, TILE_ARGS)
 {
     const type_info *t = type_find(type);
     for (int o = 0; o < n_out; o++) {
-        const uint8_t *row = w + (size_t)o * w_stride;
         float acc[TILE][LANES] = { 0 };
-        for (int64_t b = 0; t->act != ACT_FLOAT && b < n / t->block; b++) {
-            wblock u = { .d = 0 };
-            unpack(type, row + b * t->bytes, &u);
+        for (int64_t b = 0; b < n / t->block; b++) {
+            wblock u;
+            unpack(type, w + (size_t)o * w_stride + b * t->bytes, &u);
             for (int j = 0; j < m; j++)
-                block_dot(type, t, n, &u, x, r[j], b, acc[j]);
+                block_dot(type, t->block, n, &u, x, j, b, acc[j]);
         }
         for (int j = 0; j < m; j++)
-            out[(size_t)j * ldo + (size_t)o] = t->act == ACT_FLOAT
-                ? float_dot_from(type, n, 0, row, x->f + r[j] * n, acc[j]) : join_lanes(acc[j]);
+            out[(size_t)j * ldo + (size_t)o] = join_lanes(acc[j]);
     }
 }
 
 /* The products of all rows, tile by tile: few weight rows at a time, so that they stay in the first cache while the
  * activations pass, and a tile of activations in the second. */
-static void mat_tiles(tile_fn *tile, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,
+static void mat_tiles(tile_fn *tile, int block, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,
                       const int32_t *rows, int m, float *out, size_t ldo)
 {
     const int step = m <= TILE ? n_out : 8;
     for (int o = 0; o < n_out; o += step)
         for (int j = 0; j < m; j += TILE) {
-            int64_t r[TILE];
+            tile_acts t = { 0 };
             const int count = m - j < TILE ? m - j : TILE;
-            for (int k = 0; k < count; k++)
-                r[k] = rows ? rows[j + k] : j + k;
-            tile(n, w + (size_t)o * w_stride, w_stride, n_out - o < step ? n_out - o : step, x, r, count,
+            for (int k = 0; k < count; k++) {
+                const int64_t r = rows ? rows[j + k] : j + k;
+                if (block == 1) {
+                    t.f[k] = x->f + r * n;
+                } else {
+                    t.q[k] = x->q + r * n;
+                    t.d[k] = x->d + r * (n / block);
+                    t.sum[k] = x->sum + r * (n / 16);
+                }
+            }
+            tile(n, w + (size_t)o * w_stride, w_stride, n_out - o < step ? n_out - o : step, &t, count,
                  out + (size_t)j * ldo + (size_t)o, ldo);
         }
 }
@@ -1467,7 +1482,7 @@ static tile_fn *tile_for(const tile_set *s, uint32_t type)
 
 /* A tile of one type: `body` compiled for it alone, with the instructions that `attr` names. */
 #define TILE_FN(name, attr, body, type) \
-    attr static void name(TILE_ARGS) { body(type, n, w, w_stride, n_out, x, r, m, out, ldo); }
+    attr static void name(TILE_ARGS) { body(type, n, w, w_stride, n_out, x, m, out, ldo); }
 #define TILE_SET(isa, attr, float_body, q32_body, q256_body)                                                             \
     TILE_FN(tile_f32_##isa, attr, float_body, T_F32)                                                                     \
     TILE_FN(tile_f16_##isa, attr, float_body, T_F16)                                                                     \
@@ -1486,7 +1501,7 @@ static tile_fn *tile_for(const tile_set *s, uint32_t type)
         tile_q2_k_##isa, tile_q3_k_##isa, tile_q4_k_##isa, tile_q5_k_##isa, tile_q6_k_##isa, tile_iq2_xxs_##isa,         \
     };
 
-TILE_SET(scalar, , tile_body, tile_body, tile_body)
+TILE_SET(scalar, , float_tile, block_tile, block_tile)
 
 /* ---- 4.7 Matrix products with AVX-512 (VNNI) ---------------------------------------------------------------------- */
 
@@ -1515,7 +1530,7 @@ INLINE_512 __m512 load_floats_512(uint32_t type, const uint8_t *w, int64_t i)
 
 /* O rows of float weights against J rows of activations, the sums in registers. */
 INLINE_512 void floats_512(uint32_t type, const int O, const int J, int64_t n, const uint8_t *w, size_t w_stride,
-                           const acts *x, const int64_t *r, float *out, size_t ldo)
+                           const float *const *x, float *out, size_t ldo)
 {
     __m512 acc[4][4];
     UNROLL for (int k = 0; k < O * J; k++)
@@ -1524,7 +1539,7 @@ INLINE_512 void floats_512(uint32_t type, const int O, const int J, int64_t n, c
     for (; i + LANES <= n; i += LANES) {
         __m512 v[4];
         UNROLL for (int j = 0; j < J; j++)
-            v[j] = _mm512_loadu_ps(x->f + r[j] * n + i);
+            v[j] = _mm512_loadu_ps(x[j] + i);
         UNROLL for (int o = 0; o < O; o++) {
             const __m512 a = load_floats_512(type, w + (size_t)o * w_stride, i);
             UNROLL for (int j = 0; j < J; j++)
@@ -1535,7 +1550,7 @@ INLINE_512 void floats_512(uint32_t type, const int O, const int J, int64_t n, c
         UNROLL for (int j = 0; j < J; j++) {
             float lanes[LANES], *to = out + (size_t)j * ldo + o;
             _mm512_storeu_ps(lanes, acc[o][j]);
-            *to = i == n ? join_512(acc[o][j]) : float_dot_from(type, n, i, w + (size_t)o * w_stride, x->f + r[j] * n, lanes);
+            *to = i == n ? join_512(acc[o][j]) : float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
         }
 }
 
@@ -1548,15 +1563,15 @@ INLINE_512 void float_tile_512(uint32_t type, TILE_ARGS)
             const int count = m - j >= 4 ? 4 : m - j >= 2 && rows == 4 ? 2 : 1;
             float *to = out + (size_t)j * ldo + o;
             if (rows == 4 && count == 4)
-                floats_512(type, 4, 4, n, p, w_stride, x, r + j, to, ldo);
+                floats_512(type, 4, 4, n, p, w_stride, x->f + j, to, ldo);
             else if (rows == 4 && count == 2)
-                floats_512(type, 4, 2, n, p, w_stride, x, r + j, to, ldo);
+                floats_512(type, 4, 2, n, p, w_stride, x->f + j, to, ldo);
             else if (rows == 4)
-                floats_512(type, 4, 1, n, p, w_stride, x, r + j, to, ldo);
+                floats_512(type, 4, 1, n, p, w_stride, x->f + j, to, ldo);
             else if (count == 4)
-                floats_512(type, 1, 4, n, p, w_stride, x, r + j, to, ldo);
+                floats_512(type, 1, 4, n, p, w_stride, x->f + j, to, ldo);
             else
-                floats_512(type, 1, 1, n, p, w_stride, x, r + j, to, ldo);
+                floats_512(type, 1, 1, n, p, w_stride, x->f + j, to, ldo);
             j += count;
         }
         o += rows;
@@ -1620,35 +1635,60 @@ INLINE_512 void unpack_group_512(uint32_t type, const uint8_t *b, int64_t blocks
     }
 }
 
-/* One row of a 32-value type against a tile of activations. */
-INLINE_512 void row_q32_512(uint32_t type, int64_t n, const uint8_t *w, const acts *x, const int64_t *r, int m, float *out,
-                            size_t ldo)
+INLINE_512 __m512i load_lanes_512(int64_t lanes, const void *p)
 {
-    const int size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17, offset = type == T_Q8_0 ? 128 : type == T_Q4_0 ? 8 : 12;
+    return lanes == LANES ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi32(first_lanes(lanes), p);
+}
+
+/* O rows of a 32-value type against a tile of activations, for the group of blocks from b. */
+INLINE_512 void q32_group_512(uint32_t type, const int O, int64_t b, const int64_t blocks, const uint8_t *w, size_t w_stride,
+                              const tile_acts *x, int m, __m512 acc[2][TILE])
+{
+    const int offset = type == T_Q8_0 ? 128 : type == T_Q4_0 ? 8 : 12;
     const __m512i minus_offset = _mm512_set1_epi16((int16_t)-offset);
-    __m512 acc[TILE];
-    for (int j = 0; j < m; j++)
-        acc[j] = _mm512_setzero_ps();
-    for (int64_t b = 0; b < n / 32; b += LANES) {
-        const int64_t left = n / 32 - b, blocks = left < LANES ? left : LANES;
-        const __mmask16 mask = first_lanes(blocks);
-        group512 u;
-        if (blocks == LANES)
-            unpack_group_512(type, w + b * size, LANES, &u);
-        else
-            unpack_group_512(type, w + b * size, blocks, &u);
-        for (int j = 0; j < m; j++) {
-            const int8_t *q = x->q + r[j] * n + b * 32;
-            const __m512i sums = _mm512_maskz_loadu_epi32(mask, x->sum + r[j] * (n / 16) + 2 * b);
-            __m512i dot = _mm512_madd_epi16(sums, minus_offset);
-            for (int k = 0; k < 8; k++)
-                dot = _mm512_dpbusd_epi32(dot, u.w[k], _mm512_maskz_loadu_epi32(mask, q + k * 4 * blocks));
-            const __m512 scale = _mm512_mul_ps(u.scale, _mm512_maskz_loadu_ps(mask, x->d + r[j] * (n / 32) + b));
-            acc[j] = _mm512_mask3_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, acc[j], mask);
+    group512 u[2];
+    UNROLL for (int o = 0; o < O; o++)
+        unpack_group_512(type, w + (size_t)o * w_stride, blocks, &u[o]);
+    for (int j = 0; j < m; j++) {
+        const int8_t *q = x->q[j] + b * 32;
+        const __m512 scale = _mm512_castsi512_ps(load_lanes_512(blocks, x->d[j] + b));
+        __m512i dot[2];
+        dot[0] = dot[1] = _mm512_madd_epi16(load_lanes_512(blocks, x->sum[j] + 2 * b), minus_offset);
+        UNROLL for (int k = 0; k < 8; k++) {
+            const __m512i v = load_lanes_512(blocks, q + k * 4 * blocks);
+            UNROLL for (int o = 0; o < O; o++)
+                dot[o] = _mm512_dpbusd_epi32(dot[o], u[o].w[k], v);
         }
+        UNROLL for (int o = 0; o < O; o++)
+            acc[o][j] = _mm512_mask3_fmadd_ps(_mm512_cvtepi32_ps(dot[o]), _mm512_mul_ps(u[o].scale, scale), acc[o][j],
+                                              first_lanes(blocks));
     }
+}
+
+INLINE_512 void q32_rows_512(uint32_t type, const int O, int64_t n, const uint8_t *w, size_t w_stride, const tile_acts *x,
+                             int m, float *out, size_t ldo)
+{
+    const int size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
+    __m512 acc[2][TILE];
     for (int j = 0; j < m; j++)
-        out[(size_t)j * ldo] = join_512(acc[j]);
+        acc[0][j] = acc[1][j] = _mm512_setzero_ps();
+    int64_t b = 0;
+    for (; b + LANES <= n / 32; b += LANES)
+        q32_group_512(type, O, b, LANES, w + b * size, w_stride, x, m, acc);
+    if (b < n / 32)
+        q32_group_512(type, O, b, n / 32 - b, w + b * size, w_stride, x, m, acc);
+    for (int j = 0; j < m; j++)
+        for (int o = 0; o < O; o++)
+            out[(size_t)j * ldo + (size_t)o] = join_512(acc[o][j]);
+}
+
+INLINE_512 void q32_tile_512(uint32_t type, TILE_ARGS)
+{
+    int o = 0;
+    for (; o + 2 <= n_out; o += 2)
+        q32_rows_512(type, 2, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
+    if (o < n_out)
+        q32_rows_512(type, 1, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
 }
 
 /* A block of 256 weights: unsigned bytes; the scale of each word of four as a pair (scale, 0) of int16, so that one
@@ -1819,34 +1859,63 @@ INLINE_512 __m512i sum_each_512(const __m512i *v)
     return _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[2], 0x88), _mm512_shuffle_i32x4(x[0], x[2], 0xdd));
 }
 
-/* The products of up to 16 blocks with one row of activations before their lanes are summed. */
-typedef struct { __m512i dot[LANES], min[LANES]; } partial512;
+/* The sums of 16 vectors of 8, that of v[b] in lane b, which come as v[i] beside v[i+4] and v[i+8] beside v[i+12]. */
+INLINE_512 __m512i sum_each_half_512(const __m512i *v)
+{
+    __m512i x[2];
+    for (int g = 0; g < 2; g++) {
+        const __m512i *a = v + 4 * g;
+        const __m512i lo = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+        const __m512i hi = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+        x[g] = _mm512_add_epi32(_mm512_unpacklo_epi64(lo, hi), _mm512_unpackhi_epi64(lo, hi));
+    }
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[1], 0x88), _mm512_shuffle_i32x4(x[0], x[1], 0xdd));
+}
+
+/* The products of up to 16 blocks with one row of activations before their lanes are summed; the minimums' in the order
+ * sum_each_half_512 wants. */
+typedef struct { __m512i dot[LANES]; __m256i min[LANES]; } partial512;
 
 INLINE_512 void block_dot_512(uint32_t type, const wblock512 *u, const int8_t *q, const int16_t *sum, int64_t b, partial512 *p)
 {
     __m512i dot = _mm512_setzero_si512();
-    for (int c = 0; c < 4; c++) {
+    UNROLL for (int c = 0; c < 4; c++) {
         __m512i v = _mm512_loadu_si512(q + 64 * c);
         if (type == T_IQ2_XXS)
             v = _mm512_mask_sub_epi8(v, u->negative[c], _mm512_setzero_si512(), v);
         dot = _mm512_dpwssd_epi32(dot, _mm512_dpbusd_epi32(_mm512_setzero_si512(), u->w[c], v), u->scale[c]);
     }
     if (type_has_min(type) || type_has_offset(type)) {
-        const __m512i s = _mm512_zextsi256_si512(_mm256_madd_epi16(u->min, _mm256_loadu_si256((const void *)sum)));
+        const __m256i s = _mm256_madd_epi16(u->min, _mm256_loadu_si256((const void *)sum));
         if (type_has_min(type))
-            p->min[b] = s;
+            p->min[(b & 8) + (b & 3) * 2 + (b >> 2 & 1)] = s;
         else
-            dot = _mm512_sub_epi32(dot, s);
+            dot = _mm512_sub_epi32(dot, _mm512_zextsi256_si512(s));
     }
     p->dot[b] = dot;
 }
 
-/* One row of a 256-value type against a tile of activations. */
-INLINE_512 void row_q256_512(uint32_t type, int64_t n, const uint8_t *w, const acts *x, const int64_t *r, int m, float *out,
-                             size_t ldo)
+/* One row of a 256-value type against a tile of activations, for the group of blocks from g: the integers. */
+INLINE_512 void q256_group_512(uint32_t type, int64_t g, const int64_t blocks, const uint8_t *w, const tile_acts *x, int m,
+                               partial512 *part, uint16_t *d, uint16_t *dmin)
 {
     const int size = type_find(type)->bytes;
     const int at = type == T_Q2_K ? 80 : type == T_Q3_K ? 108 : type == T_Q6_K ? 208 : 0;   /* where d is; dmin follows */
+    for (int64_t b = 0; b < blocks; b++) {
+        const uint8_t *block = w + b * size;
+        wblock512 u;
+        unpack_512(type, block, &u);
+        d[b] = load_u16(block + at);
+        if (type_has_min(type))
+            dmin[b] = load_u16(block + at + 2);
+        for (int j = 0; j < m; j++)
+            block_dot_512(type, &u, x->q[j] + (g + b) * 256, x->sum[j] + (g + b) * 16, b, &part[j]);
+    }
+}
+
+/* One row of a 256-value type against a tile of activations. */
+INLINE_512 void q256_row_512(uint32_t type, int64_t n, const uint8_t *w, const tile_acts *x, int m, float *out, size_t ldo)
+{
     __m512 acc[TILE];
     for (int j = 0; j < m; j++)
         acc[j] = _mm512_setzero_ps();
@@ -1855,29 +1924,19 @@ INLINE_512 void row_q256_512(uint32_t type, int64_t n, const uint8_t *w, const a
         const __mmask16 mask = first_lanes(blocks);
         partial512 part[TILE];
         uint16_t d[LANES] = { 0 }, dmin[LANES] = { 0 };
-        for (int64_t b = 0; b < blocks; b++) {
-            const uint8_t *block = w + (g + b) * size;
-            wblock512 u;
-            unpack_512(type, block, &u);
-            d[b] = load_u16(block + at);
-            if (type_has_min(type))
-                dmin[b] = load_u16(block + at + 2);
-            for (int j = 0; j < m; j++)
-                block_dot_512(type, &u, x->q + r[j] * n + (g + b) * 256, x->sum + r[j] * (n / 16) + (g + b) * 16, b, &part[j]);
-        }
-        for (int64_t b = blocks; b < LANES; b++)
-            for (int j = 0; j < m; j++)
-                part[j].dot[b] = part[j].min[b] = _mm512_setzero_si512();
+        if (blocks < LANES)
+            memset(part, 0, (size_t)m * sizeof *part);
+        q256_group_512(type, g, blocks, w + g * type_find(type)->bytes, x, m, part, d, dmin);
         __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)d));
         const __m512 min_scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)dmin));
         if (type == T_IQ2_XXS)
             scale = _mm512_mul_ps(scale, _mm512_set1_ps(0.125f));
         for (int j = 0; j < m; j++) {
-            const __m512 a = _mm512_maskz_loadu_ps(mask, x->d + r[j] * (n / 256) + g);
+            const __m512 a = _mm512_maskz_loadu_ps(mask, x->d[j] + g);
             const __m512 dot = _mm512_cvtepi32_ps(sum_each_512(part[j].dot));
             acc[j] = _mm512_mask3_fmadd_ps(dot, _mm512_mul_ps(scale, a), acc[j], mask);
             if (type_has_min(type)) {
-                const __m512 min = _mm512_cvtepi32_ps(sum_each_512(part[j].min));
+                const __m512 min = _mm512_cvtepi32_ps(sum_each_half_512((const __m512i *)(const void *)part[j].min));
                 acc[j] = _mm512_mask3_fnmadd_ps(min, _mm512_mul_ps(min_scale, a), acc[j], mask);
             }
         }
@@ -1886,16 +1945,10 @@ INLINE_512 void row_q256_512(uint32_t type, int64_t n, const uint8_t *w, const a
         out[(size_t)j * ldo] = join_512(acc[j]);
 }
 
-INLINE_512 void q32_tile_512(uint32_t type, TILE_ARGS)
-{
-    for (int o = 0; o < n_out; o++)
-        row_q32_512(type, n, w + (size_t)o * w_stride, x, r, m, out + o, ldo);
-}
-
 INLINE_512 void q256_tile_512(uint32_t type, TILE_ARGS)
 {
     for (int o = 0; o < n_out; o++)
-        row_q256_512(type, n, w + (size_t)o * w_stride, x, r, m, out + o, ldo);
+        q256_row_512(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
 }
 
 TILE_SET(avx512, TARGET_AVX512, float_tile_512, q32_tile_512, q256_tile_512)
@@ -1905,7 +1958,7 @@ TILE_SET(avx512, TARGET_AVX512, float_tile_512, q32_tile_512, q256_tile_512)
 
 #if defined(__x86_64__)
 #define TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
-TILE_SET(avx2, TARGET_AVX2, tile_body, tile_body, tile_body)
+TILE_SET(avx2, TARGET_AVX2, float_tile, block_tile, block_tile)
 #endif
 
 /* ---- 4.9 One set of functions for each instruction set ----------------------------------------------------------- */
@@ -1914,7 +1967,7 @@ TILE_SET(avx2, TARGET_AVX2, tile_body, tile_body, tile_body)
 #define KERNEL_SET(isa, attr)                                                                                            \
     attr static void mat_##isa(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,    \
                                const int32_t *rows, int m, float *out, size_t ldo)                                       \
-    { mat_tiles(tile_for(&tiles_##isa, type), n, w, w_stride, n_out, x, rows, m, out, ldo); }                            \
+    { mat_tiles(tile_for(&tiles_##isa, type), type_find(type)->block, n, w, w_stride, n_out, x, rows, m, out, ldo); }    \
     attr static void quantise_##isa(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum)         \
     { if (kind == ACT_Q32) quantise_body(ACT_Q32, n, x, q, d, sum); else quantise_body(kind, n, x, q, d, sum); }         \
     attr static void dequantise_##isa(uint32_t type, int64_t n, const uint8_t *w, float *out)                            \
@@ -2453,18 +2506,16 @@ static int char_kind(uint32_t cp, unsigned class) {
 }
 
 static glyph glyph_at(text_span s, const unsigned char *p, int kind) {
-    glyph g = {0, 0, C_END};
-    if (p >= s.end) return g;
-    unsigned len = 1, class;
-    if (*p < 0x80) class = unicode_ascii[g.cp = *p];
-    else {
-        len = utf8_next(p, s.end, &g.cp);
-        class = char_class(g.cp);
+    glyph g = {0, 1, C_END};
+    if (p < s.end) {
+        if (*p < 0x80) g.class = unicode_ascii[g.cp = *p];
+        else {
+            g.len = utf8_next(p, s.end, &g.cp);
+            g.class = char_class(g.cp);
+        }
+        if (char_kind(g.cp, g.class) == kind) return g;
     }
-    if (char_kind(g.cp, class) != kind) return g;
-    g.len = len;
-    g.class = class;
-    return g;
+    return (glyph){0, 0, C_END};
 }
 
 static bool is_line_end(glyph g) { return g.cp == '\r' || g.cp == '\n'; }
@@ -2499,7 +2550,7 @@ static const unsigned char *match_end(text_span s, const unsigned char *p, int k
     }
     if (is_sign(g) || (g.cp == ' ' && is_sign(h))) {
         for (; is_sign(h); h = glyph_at(s, q, kind)) q += h.len;
-        while (q < s.end && (*q == '\r' || *q == '\n')) q++;
+        for (; is_line_end(h); h = glyph_at(s, q, kind)) q += h.len;
         return q;
     }
     return g.class == C_SPACE ? space_end(s, p, kind) : NULL;

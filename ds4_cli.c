@@ -775,7 +775,7 @@ static void eval_rows(App *app, const Ids *ids, bool target, bool head, rows_fn 
             if (was_cancelled(app)) exit(130);
             fail("%s", ds4_last_error());
         }
-        got(ctx, of_target, first, m, of_head, from, to - from);
+        got(ctx, of_target, first, m, of_head, from, head ? to - from : 0);
         at += (size_t)m;
         if (app->opt.cfg.progress) on_progress(NULL, "evaluated", (int64_t)at, (int64_t)n);
     }

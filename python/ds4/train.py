@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from ds4 import gguf_write as gw
 
 SHAPE = gw.Shape(
-    ratios=[0, 0, 4, 128, 4, 128, 0, 128, 4, 128, 4, 0],
+    ratios=[0, 0, 4, 128, 4, 128, 0, 4, 128, 0],
     vocab=1024,
-    width=256,
+    width=192,
     heads=4,
     head_width=64,
     rotary=32,
@@ -58,7 +58,7 @@ SPLITS = [
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 ]
 LENGTH = 1024  # tokens of a training sequence
-BATCH = 4
+BATCH = 2
 COMPILE = os.environ.get("TORCHDYNAMO_DISABLE") != "1"
 
 
@@ -441,13 +441,17 @@ class Target(Weights):
         return F.linear(rms(y, self.output_norm.weight, s.eps), self.output.weight), x, total
 
 
-class Head(Block):
+class Head(Weights):
     """The MTP head: one more block behind two projections; embedding and output matrix are the target's."""
 
     def __init__(self, s: gw.Shape) -> None:
-        super().__init__(s, 0, False)
-        for name, child in Weights((n[6:], d) for n, d in gw.head_tensors(s)).named_children():
-            self.add_module(name, child)
+        own = {name for name, _ in gw.block("mtp.0.", 0, False, s)}
+        super().__init__((name[6:], shape) for name, shape in gw.head_tensors(s) if name not in own)
+        self.s, self.block = s, Block(s, 0, False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by their GGUF names without `mtp.0.`."""
+        return {name.removeprefix("block."): t for name, t in self.state_dict().items()}
 
     def step(
         self, target: Target, x: Tensor, tokens: Tensor, past: list[Tensor] | None = None
@@ -457,7 +461,7 @@ class Head(Block):
         e = rms(target.token_embd.weight.detach()[tokens.reshape(-1)], self.enorm.weight, s.eps)
         e = F.linear(e, self.e_proj.weight)
         x = e.unsqueeze(1) + F.linear(rms(x, self.hnorm.weight, s.eps), self.h_proj.weight)
-        x, kv, _ = self(x, tokens, target.turn(tokens.shape[1])[0], past=past)
+        x, kv, _ = self.block(x, tokens, target.turn(tokens.shape[1])[0], False, False, past)
         y = rms(collapse(x, (self.hc_head_fn, self.hc_head_base, self.hc_head_scale), s), self.norm.weight, s.eps)
         return F.linear(y, target.output.weight.detach()), x, kv
 
@@ -472,7 +476,7 @@ class Head(Block):
         for m in range(depth):
             if m:
                 x = F.pad(x.view(batch, length, *x.shape[1:])[:, :-1], (0, 0, 0, 0, 1, 0)).flatten(0, 1)
-            logits, x, kv = self.step(target, x, after, past)
+            logits, x, kv = self.step(target, x, after, past or None)
             past.append(kv)
             out.append(logits.view(batch, length, -1))
         return out
@@ -543,7 +547,7 @@ def optimisers(m: nn.Module) -> list[torch.optim.Optimizer]:
     for name, p in m.named_parameters():
         (rest if p.dim() < 2 or any(k in name for k in apart) else matrices).append(p)
     adam = torch.optim.AdamW(rest, 3e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    both: list[torch.optim.Optimizer] = [Muon(matrices, 0.012), adam]
+    both: list[torch.optim.Optimizer] = [Muon(matrices, 0.02), adam]
     for o in both:
         for group in o.param_groups:
             group["peak"] = group["lr"]
@@ -551,8 +555,8 @@ def optimisers(m: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def rate(step: int, part: float) -> float:
-    """The learning rate's share of its peak: warm-up by steps, then level, then down over the last 60% of the time."""
-    return min(1.0, (step + 1) / 60) * min(1.0, max(0.0, 1.02 - part) / 0.6)
+    """The learning rate's share of its peak: warm-up by steps, then level, then down over the last 70% of the time."""
+    return min(1.0, (step + 1) / 40) * min(1.0, max(0.0, 1.02 - part) / 0.7)
 
 
 class Trainer:
@@ -616,15 +620,18 @@ class Trainer:
         return ids
 
     def step(self, part: float) -> tuple[float, float]:
-        """One step at `part` of the time: the target always, the head every other time. Returns both losses."""
-        late = part > 0.5  # from here on the indexer chooses rows, and the head is drilled on a third draft
-        ids, teach = self.sample(), self.steps % (4 if late else 8) == 0
-        logits, streams, index = self.target(ids, select=late, teach=teach)
+        """One step at `part` of the time: the target always, the head now and then. Returns both losses.
+
+        The target trains with all compressed rows in sight; the indexer only learns where the heads look.
+        """
+        late = part > 0.6  # from here on the indexer learns, and the head more often and a third draft
+        ids = self.sample()
+        logits, streams, index = self.target(ids, select=False, teach=late and self.steps % 2 == 0)
         logits = logits.view(BATCH, LENGTH, -1)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         (loss + 0.1 * index).backward()
         trained, draft = [self.target], float("nan")
-        if self.steps % 2 == 0 or part > 0.8:
+        if self.steps % (2 if late else 4) == 0 or part > 0.85:
             trained.append(self.head)
             goal = logits.detach()[:, 1:].softmax(-1)
             depth = 3 if late else 2
@@ -747,7 +754,7 @@ def full_writer(t: Trainer, path: Path, with_head: bool) -> gguf.GGUFWriter:
 
 def export(t: Trainer) -> None:
     """Write the pair in Q8_0 and F32, the head in llama.cpp's layout too, and the held-out text."""
-    sd, hd = t.target.state_dict(), t.head.state_dict()
+    sd, hd = t.target.state_dict(), t.head.tensors()
     target = [(name, sd[name]) for name, _ in gw.target_tensors(SHAPE)]
     head = [(name, hd[name[6:]]) for name, _ in gw.head_tensors(SHAPE)]
     at = f"blk.{SHAPE.layers}."
