@@ -1822,10 +1822,12 @@ INLINE_512 void unpack_iq2_xxs_512(const uint8_t *b, wblock512 *u)
     uint64_t bits[4];
     _mm256_storeu_si256((void *)bits, sign);
     for (int c = 0; c < 4; c++) {
-        uint8_t code[8];
-        memcpy(code, b + 2 + 16 * c, 4);
-        memcpy(code + 4, b + 10 + 16 * c, 4);
-        u->w[c] = _mm512_i64gather_epi64(_mm512_cvtepu8_epi64(_mm_loadu_si64(code)), (const void *)iq2_grid, 8);
+        const uint8_t *p = b + 2 + 16 * c;
+        __m256i q[8];
+        for (int i = 0; i < 8; i++) q[i] = _mm256_set1_epi64x((long long)iq2_grid[p[i < 4 ? i : i + 4]]);
+        const __m256i lo = _mm256_blend_epi32(_mm256_blend_epi32(q[0], q[1], 0x0c), _mm256_blend_epi32(q[2], q[3], 0xc0), 0xf0);
+        const __m256i hi = _mm256_blend_epi32(_mm256_blend_epi32(q[4], q[5], 0x0c), _mm256_blend_epi32(q[6], q[7], 0xc0), 0xf0);
+        u->w[c] = _mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1);
         u->negative[c] = _cvtu64_mask64(bits[c]);
     }
 }
@@ -3393,7 +3395,7 @@ static int check_same_sizes(const model *m, const gguf *h) {
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         int expected = *(const int *)(const void *)((const char *)&m->c + sizes[i].at), got;
         if (read_int_or(h, sizes[i].key, INT_MIN, INT_MAX, expected, &got)) return -1;
-        if (got != expected) return fail("%s: the head's %s is %d (key " ARCH "%s), the target's is %d", h->path, sizes[i].what, got, sizes[i].key, expected);
+        if (got != expected) return fail("%s: made for another target: %s %d (key " ARCH "%s), this target has %d", h->path, sizes[i].what, got, sizes[i].key, expected);
     }
     const meta *a = gguf_meta(h, "tokenizer.ggml.tokens"), *b = gguf_meta(m->file, "tokenizer.ggml.tokens");
     if (a && b && (a->count != b->count || a->end - a->value != b->end - b->value || memcmp(a->value, b->value, (size_t)(a->end - a->value))))

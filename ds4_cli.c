@@ -27,15 +27,13 @@
 static bool quiet;                     /* --quiet: no notes, no bars */
 static bool bar_shown;                 /* a progress bar stands on the last line of standard error */
 
-static void bar_erase(void)
-{
+static void bar_erase(void) {
     if (bar_shown) fputs("\r\033[K", stderr);
     bar_shown = false;
 }
 
 __attribute__((format(printf, 2, 0)))
-static void message(const char *kind, const char *format, va_list args)
-{
+static void message(const char *kind, const char *format, va_list args) {
     bar_erase();
     fflush(stdout);
     fprintf(stderr, "ds4: %s", kind);
@@ -44,8 +42,7 @@ static void message(const char *kind, const char *format, va_list args)
 }
 
 __attribute__((format(printf, 1, 2)))
-_Noreturn static void fail(const char *format, ...)
-{
+_Noreturn static void fail(const char *format, ...) {
     va_list args;
     va_start(args, format);
     message("", format, args);
@@ -54,8 +51,7 @@ _Noreturn static void fail(const char *format, ...)
 }
 
 __attribute__((format(printf, 1, 2)))
-_Noreturn static void misuse(const char *format, ...)
-{
+_Noreturn static void misuse(const char *format, ...) {
     va_list args;
     va_start(args, format);
     message("", format, args);
@@ -65,8 +61,7 @@ _Noreturn static void misuse(const char *format, ...)
 
 /* Something that failed in the chat, which goes on; or something the user should know of the model. */
 __attribute__((format(printf, 2, 3)))
-static void warn(const char *kind, const char *format, ...)
-{
+static void warn(const char *kind, const char *format, ...) {
     va_list args;
     va_start(args, format);
     message(kind, format, args);
@@ -74,8 +69,7 @@ static void warn(const char *kind, const char *format, ...)
 }
 
 __attribute__((format(printf, 1, 2)))
-static void note(const char *format, ...)
-{
+static void note(const char *format, ...) {
     if (quiet) return;
     va_list args;
     va_start(args, format);
@@ -83,8 +77,7 @@ static void note(const char *format, ...)
     va_end(args);
 }
 
-static void *grown(void *data, size_t *cap, size_t need, size_t size)
-{
+static void *grown(void *data, size_t *cap, size_t need, size_t size) {
     if (need <= *cap) return data;
     size_t n = *cap ? *cap : 64;
     while (n < need && n <= SIZE_MAX / 2 / size) n *= 2;
@@ -97,8 +90,7 @@ static void *grown(void *data, size_t *cap, size_t need, size_t size)
 /* Bytes with a NUL behind them (once anything was added). */
 typedef struct { char *data; size_t len, cap; } Bytes;
 
-static void bytes_insert(Bytes *b, size_t at, const char *data, size_t n)
-{
+static void bytes_insert(Bytes *b, size_t at, const char *data, size_t n) {
     b->data = grown(b->data, &b->cap, b->len + n + 1, 1);
     memmove(b->data + at + n, b->data + at, b->len - at);
     if (n) memcpy(b->data + at, data, n);
@@ -108,16 +100,14 @@ static void bytes_insert(Bytes *b, size_t at, const char *data, size_t n)
 
 static void bytes_add(Bytes *b, const char *data, size_t n) { bytes_insert(b, b->len, data, n); }
 
-static void bytes_remove(Bytes *b, size_t from, size_t to)
-{
+static void bytes_remove(Bytes *b, size_t from, size_t to) {
     if (from >= to) return;
     memmove(b->data + from, b->data + to, b->len - to);
     b->len -= to - from;
     b->data[b->len] = 0;
 }
 
-static void bytes_set(Bytes *b, const char *data, size_t n)
-{
+static void bytes_set(Bytes *b, const char *data, size_t n) {
     b->len = 0;
     bytes_add(b, data, n);
 }
@@ -126,38 +116,33 @@ typedef struct { int *data; size_t len, cap; } Ids;
 
 static void ids_reserve(Ids *ids, size_t more) { ids->data = grown(ids->data, &ids->cap, ids->len + more, sizeof(int)); }
 
-static void ids_add(Ids *ids, const int *data, size_t n)
-{
+static void ids_add(Ids *ids, const int *data, size_t n) {
     ids_reserve(ids, n);
     if (n) memcpy(ids->data + ids->len, data, n * sizeof(int));
     ids->len += n;
 }
 
-static void ids_remove_first(Ids *ids, size_t n)
-{
+static void ids_remove_first(Ids *ids, size_t n) {
     if (n) memmove(ids->data, ids->data + n, (ids->len - n) * sizeof(int));
     ids->len -= n;
 }
 
 typedef struct { char **data; size_t len, cap; } Strings;
 
-static void strings_add(Strings *s, const char *text)
-{
+static void strings_add(Strings *s, const char *text) {
     s->data = grown(s->data, &s->cap, s->len + 1, sizeof *s->data);
     if (!(s->data[s->len] = strdup(text))) fail("out of memory");
     s->len++;
 }
 
-static void strings_free(Strings *s)
-{
+static void strings_free(Strings *s) {
     for (size_t i = 0; i < s->len; i++) free(s->data[i]);
     free(s->data);
     *s = (Strings){ 0 };
 }
 
 /* Reads a file, or standard input for "-", behind what `out` holds. -1 and errno on failure. */
-static int read_file(const char *path, Bytes *out)
-{
+static int read_file(const char *path, Bytes *out) {
     FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
     if (!f) return -1;
     char block[65536];
@@ -170,21 +155,18 @@ static int read_file(const char *path, Bytes *out)
     return error ? -1 : 0;
 }
 
-static FILE *open_output(const char *path)
-{
+static FILE *open_output(const char *path) {
     FILE *f = fopen(path, "wb");
     if (!f) fail("%s: %s", path, strerror(errno));
     return f;
 }
 
-static void close_output(FILE *f, const char *path)
-{
+static void close_output(FILE *f, const char *path) {
     bool bad = ferror(f) != 0;
     if (fclose(f) != 0 || bad) fail("%s: %s", path, strerror(errno ? errno : EIO));
 }
 
-static double now_ms(void)
-{
+static double now_ms(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
@@ -194,8 +176,7 @@ static int min_int(int a, int b) { return a < b ? a : b; }
 
 /* The character at text[0..n), n >= 1: its length, and its code in *code. 0: the beginning of a character whose rest is not
  * there. -k: k bytes that are none, the longest part that could have begun one (so each such part becomes one U+FFFD). */
-static int utf8_next(const char *text, size_t n, uint32_t *code)
-{
+static int utf8_next(const char *text, size_t n, uint32_t *code) {
     const unsigned char *p = (const unsigned char *)text;
     unsigned first = p[0], low = 0x80, high = 0xbf;
     *code = first;
@@ -224,7 +205,7 @@ typedef struct {
     const char *prompt, *prompt_file, *prompt_ids, *system, *session;
     const char *stats_json, *logprobs, *logits, *head_logits, *perplexity;
     Strings stops;
-    float margin;                      /* -1: not given */
+    float margin, env_margin;          /* -1: not given; the second from the environment */
     int draft;                         /* 0: not given */
     int max_rewind;                    /* -1: not given */
     int tokens;                        /* TOKENS_DEFAULT: not given */
@@ -233,6 +214,7 @@ typedef struct {
     bool raw_prompt, rendered, ignore_eos;
     bool inspect, inspect_tensors, dump_tokens, print_ids, stats, quiet;
     bool help, version;
+    bool bundled;                      /* no model was given: it is the one that comes with ds4 */
 } Options;
 
 enum { MAX_TOKENS = 1 << 24, TOKENS_DEFAULT = -2, BASE_MODEL_TOKENS = 512 };
@@ -315,8 +297,7 @@ static const Option options[] = {
 
 enum { N_OPTIONS = sizeof options / sizeof *options };
 
-static const Option *find_option(const char *name, size_t n)
-{
+static const Option *find_option(const char *name, size_t n) {
     for (int i = 0; i < N_OPTIONS; i++) {
         const Option *o = &options[i];
         if (strlen(o->name) == n && !memcmp(o->name, name, n)) return o;
@@ -326,8 +307,7 @@ static const Option *find_option(const char *name, size_t n)
 }
 
 /* What an option's value may be, for messages. */
-static const char *expected(const Option *o)
-{
+static const char *expected(const Option *o) {
     static char text[160];
     size_t used = 0;
     switch (o->kind) {
@@ -344,8 +324,7 @@ static const char *expected(const Option *o)
     return text;
 }
 
-static bool parse_whole(const char *text, double low, double high, int *out)
-{
+static bool parse_whole(const char *text, double low, double high, int *out) {
     char *end;
     errno = 0;
     long v = strtol(text, &end, 10);
@@ -356,8 +335,7 @@ static bool parse_whole(const char *text, double low, double high, int *out)
 }
 
 /* Plain decimal numbers only: neither hexadecimal nor "inf". */
-static bool parse_real(const char *text, double low, double high, float *out)
-{
+static bool parse_real(const char *text, double low, double high, float *out) {
     char *end;
     double v = strtod(text, &end);
     if (!*text || *end || text[strspn(text, "0123456789+-.eE")] || !(v >= low && v <= high)) return false;
@@ -365,8 +343,7 @@ static bool parse_real(const char *text, double low, double high, float *out)
     return true;
 }
 
-static bool parse_seed(const char *text, uint64_t *out)
-{
+static bool parse_seed(const char *text, uint64_t *out) {
     char *end;
     errno = 0;
     unsigned long long v = strtoull(text, &end, 10);
@@ -375,8 +352,7 @@ static bool parse_seed(const char *text, uint64_t *out)
     return true;
 }
 
-static bool parse_name(const char *text, const char *const *names, int *out)
-{
+static bool parse_name(const char *text, const char *const *names, int *out) {
     for (int i = 0; names[i]; i++)
         if (!strcmp(text, names[i])) {
             *out = i;
@@ -386,8 +362,7 @@ static bool parse_name(const char *text, const char *const *names, int *out)
 }
 
 /* Stores a value; false if it is not one that the option takes. */
-static bool set_option(Options *opt, const Option *o, const char *value)
-{
+static bool set_option(Options *opt, const Option *o, const char *value) {
     void *at = (char *)opt + o->at;
     switch (o->kind) {
     case FLAG: *(bool *)at = true; return true;
@@ -405,8 +380,7 @@ static bool set_option(Options *opt, const Option *o, const char *value)
     return false;
 }
 
-static void parse_options(Options *opt, int argc, char **argv)
-{
+static void parse_options(Options *opt, int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const char *arg = argv[i], *equals = strchr(arg, '='), *value = NULL;
         if (arg[0] != '-' || !arg[1]) misuse("unexpected argument \"%s\": a prompt follows -p (see ds4 --help)", arg);
@@ -427,10 +401,9 @@ static void parse_options(Options *opt, int argc, char **argv)
     }
 }
 
-static void read_environment(Options *opt)
-{
+static void read_environment(Options *opt) {
     const char *margin = getenv("DS4_MTP_MIN_MARGIN"), *log = getenv("DS4_MTP_CONF_LOG");
-    if (margin && *margin && !parse_real(margin, 0, 1000, &opt->margin))
+    if (margin && *margin && !parse_real(margin, 0, 1000, &opt->env_margin))
         misuse("DS4_MTP_MIN_MARGIN \"%s\": expected a number from 0 to 1000", margin);
     if (log && *log && strcmp(log, "0") && strcmp(log, "1"))
         misuse("DS4_MTP_CONF_LOG \"%s\": expected 0 or 1", log);
@@ -441,14 +414,12 @@ static bool has_prompt(const Options *opt) { return opt->prompt || opt->prompt_f
 static bool dumps_logits(const Options *opt) { return opt->logits || opt->head_logits; }
 
 /* Without a prompt, people at a terminal talk; anything else that standard input may be is the prompt itself. */
-static bool is_chat(const Options *opt)
-{
+static bool is_chat(const Options *opt) {
     return !has_prompt(opt) && !opt->inspect && !opt->perplexity && isatty(STDIN_FILENO);
 }
 
 /* Combinations that cannot be meant. */
-static void check_options(const Options *opt)
-{
+static void check_options(const Options *opt) {
     bool head = opt->cfg.mtp_path || opt->cfg.mtp_internal;
     if (opt->cfg.mtp_path && opt->cfg.mtp_internal) misuse("--mtp and --glm-mtp: only one head can be used");
     if (!!opt->prompt + !!opt->prompt_file + !!opt->prompt_ids > 1)
@@ -467,16 +438,12 @@ static void check_options(const Options *opt)
     if (is_chat(opt) && (opt->print_ids || opt->stats_json || opt->logprobs || opt->dump_tokens || dumps_logits(opt)))
         misuse("ids, dumps and --stats-json need a prompt: -p, --prompt-file or --prompt-ids");
     if (is_chat(opt) && (opt->raw_prompt || opt->rendered)) misuse("--raw-prompt and --rendered need a prompt");
-    if (!head && (opt->draft || opt->margin >= 0)) note("without a head (--mtp FILE or --glm-mtp) nothing is drafted");
-    if (head && opt->cfg.gen.temperature > 0)
-        note("speculation is off: it is greedy only, and --temp is %g", (double)opt->cfg.gen.temperature);
 }
 
 static bool file_exists(const char *path) { return access(path, F_OK) == 0; }
 
 /* The directory of the running program into dir (n bytes); "." if it cannot be found. */
-static void program_directory(const char *argv0, char *dir, size_t n)
-{
+static void program_directory(const char *argv0, char *dir, size_t n) {
     ssize_t len = readlink("/proc/self/exe", dir, n - 1);
     char *path = len > 0 ? NULL : realpath(argv0, NULL);
     if (len > 0) dir[len] = 0;
@@ -487,38 +454,36 @@ static void program_directory(const char *argv0, char *dir, size_t n)
 }
 
 /* The model when -m is not given. */
-static const char *default_model(const char *argv0)
-{
+static const char *default_model(const char *argv0, bool *bundled) {
     static char path[PATH_MAX + 64];
     static const char *const places[] = { "models", "../models", "../share/ds4" };
     const char *env = getenv("DS4_MODEL");
     if (env && *env) return env;
     if (file_exists("ds4flash.gguf")) return "ds4flash.gguf";
+    *bundled = true;
     char dir[PATH_MAX];
     program_directory(argv0, dir, sizeof dir);
     for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
         snprintf(path, sizeof path, "%s/%s/small.gguf", dir, places[i]);
-        if (file_exists(path)) {
-            note("no model given: using the small one that comes with ds4 (-m FILE for another)");
-            return path;
-        }
+        if (file_exists(path)) return path;
     }
     fail("no model: give one with -m FILE or DS4_MODEL, or put ds4flash.gguf into this directory");
 }
 
 /* The engine's cfg from the options. */
-static void finish_cfg(Options *opt, const char *argv0)
-{
+static void finish_cfg(Options *opt, const char *argv0) {
     ds4_cfg *cfg = &opt->cfg;
     bool head = cfg->mtp_path || cfg->mtp_internal;
-    if (!cfg->model_path) cfg->model_path = default_model(argv0);
+    if (!cfg->model_path) cfg->model_path = default_model(argv0, &opt->bundled);
     cfg->kv_type = (ds4_kv_type)opt->kv_type;
     cfg->isa = isa_names[opt->isa];
     if (opt->draft) cfg->mtp_draft = opt->draft;
     if (!head || cfg->gen.temperature > 0) cfg->mtp_draft = 0;
     if (opt->margin >= 0) cfg->mtp_margin = opt->margin;
-    bool text_in = !opt->prompt_ids || opt->perplexity, text_out = !opt->print_ids && !dumps_logits(opt);
-    cfg->raw_vocab_ok = opt->inspect || (!text_in && !text_out && !opt->stops.len);
+    if (opt->env_margin >= 0) cfg->mtp_margin = opt->env_margin;
+    bool generates = !dumps_logits(opt) || opt->tokens != TOKENS_DEFAULT;
+    bool text_out = opt->dump_tokens || (generates && !opt->print_ids) || opt->stops.len;
+    cfg->raw_vocab_ok = opt->inspect || (opt->prompt_ids && !text_out);
     if (opt->max_rewind >= 0) cfg->max_rewind = opt->max_rewind;
     else if (cfg->ctx) cfg->max_rewind = min_int(cfg->max_rewind, cfg->ctx);
     /* the head's logits are read for rows that a session can still go back to: some there must be */
@@ -526,9 +491,8 @@ static void finish_cfg(Options *opt, const char *argv0)
     if (head_rows && cfg->max_rewind < 2) cfg->max_rewind = 2;
 }
 
-static Options read_options(int argc, char **argv)
-{
-    Options opt = { .cfg = ds4_default_cfg(), .margin = -1, .max_rewind = -1, .tokens = TOKENS_DEFAULT };
+static Options read_options(int argc, char **argv) {
+    Options opt = { .cfg = ds4_default_cfg(), .margin = -1, .env_margin = -1, .max_rewind = -1, .tokens = TOKENS_DEFAULT };
     opt.kv_type = (int)opt.cfg.kv_type;
     parse_options(&opt, argc, argv);
     opt.inspect |= opt.inspect_tensors;
@@ -552,16 +516,14 @@ typedef struct {
 
 #define REPLACEMENT "\xef\xbf\xbd"
 
-static void out_print(Out *out, const char *text, size_t n)
-{
+static void out_print(Out *out, const char *text, size_t n) {
     if (out->silent || !n) return;
     fwrite(text, 1, n, stdout);
     out->mid_line = text[n - 1] != '\n';
 }
 
 /* Prints the first n pending bytes; a character that is cut off by their end stays pending, unless nothing follows. */
-static void out_release(Out *out, size_t n, bool nothing_follows)
-{
+static void out_release(Out *out, size_t n, bool nothing_follows) {
     size_t done = 0;
     while (done < n) {
         uint32_t code;
@@ -579,8 +541,7 @@ static void out_release(Out *out, size_t n, bool nothing_follows)
 }
 
 /* The longest stop string that the pending bytes end with; 0 if none. */
-static size_t stop_at_end(const Out *out)
-{
+static size_t stop_at_end(const Out *out) {
     size_t best = 0, n = out->pending.len;
     for (size_t i = 0; i < out->stops->len; i++) {
         const char *stop = out->stops->data[i];
@@ -591,8 +552,7 @@ static size_t stop_at_end(const Out *out)
 }
 
 /* How many bytes at the end of the pending ones could be the beginning of a stop string. */
-static size_t could_become_stop(const Out *out)
-{
+static size_t could_become_stop(const Out *out) {
     size_t best = 0, n = out->pending.len;
     for (size_t i = 0; i < out->stops->len; i++) {
         const char *stop = out->stops->data[i];
@@ -604,8 +564,7 @@ static size_t could_become_stop(const Out *out)
 }
 
 /* Byte by byte, so that where a stop falls never depends on how tokens divide the text. */
-static void out_text(Out *out, const char *text, size_t n)
-{
+static void out_text(Out *out, const char *text, size_t n) {
     for (size_t i = 0; i < n && !out->stopped; i++) {
         bytes_add(&out->pending, text + i, 1);
         size_t stop = stop_at_end(out);
@@ -617,15 +576,13 @@ static void out_text(Out *out, const char *text, size_t n)
     if (!out->stopped) out_release(out, out->pending.len - could_become_stop(out), false);
 }
 
-static void flush_stdout(void)
-{
+static void flush_stdout(void) {
     if (fflush(stdout) != 0 || ferror(stdout))
         fail("standard output: %s", strerror(errno ? errno : EIO));
 }
 
 /* The end of the text: what was held back is printed, and a terminal's line ended. */
-static void out_end(Out *out)
-{
+static void out_end(Out *out) {
     out_release(out, out->pending.len, true);
     if (out->terminal && out->mid_line) out_print(out, "\n", 1);
     flush_stdout();
@@ -646,8 +603,7 @@ typedef struct {
 } App;
 
 /* A bar on the last line of a terminal, for work that takes longer than a blink. */
-static void on_progress(void *ctx, const char *what, int64_t done, int64_t total)
-{
+static void on_progress(void *ctx, const char *what, int64_t done, int64_t total) {
     static const char *current;
     static double started, drawn;
     static int64_t last;
@@ -670,8 +626,7 @@ static void on_progress(void *ctx, const char *what, int64_t done, int64_t total
     drawn = now;
 }
 
-static void on_log(void *ctx, const char *text)
-{
+static void on_log(void *ctx, const char *text) {
     (void)ctx;
     bar_erase();
     fprintf(stderr, "%s\n", text);
@@ -680,16 +635,14 @@ static void on_log(void *ctx, const char *text)
 static ds4_session *volatile interrupt_target;
 static volatile sig_atomic_t interrupted;
 
-static void on_interrupt(int signal_number)
-{
+static void on_interrupt(int signal_number) {
     (void)signal_number;
     interrupted = 1;
     if (interrupt_target) ds4_session_cancel(interrupt_target);
 }
 
 /* Ctrl+C ends the work in hand. Outside the chat a second one ends the program, for passes that take long. */
-static void catch_interrupts(App *app, bool chat)
-{
+static void catch_interrupts(App *app, bool chat) {
     struct sigaction action = { .sa_handler = on_interrupt };
     sigemptyset(&action.sa_mask);
     if (!chat) action.sa_flags = (int)SA_RESETHAND;
@@ -697,9 +650,14 @@ static void catch_interrupts(App *app, bool chat)
     sigaction(SIGINT, &action, NULL);
 }
 
-static void warn_of_template(const App *app)
-{
+/* What the user may have wanted otherwise. Said once the model is open, so that a failure remains a single line. */
+static void say_notes(const App *app) {
     const Options *opt = &app->opt;
+    bool head = opt->cfg.mtp_path || opt->cfg.mtp_internal;
+    if (opt->bundled) note("no model given: using the small one that comes with ds4 (-m FILE for another)");
+    if (!head && (opt->draft || opt->margin >= 0)) note("without a head (--mtp FILE or --glm-mtp) nothing is drafted");
+    if (head && opt->cfg.gen.temperature > 0)
+        note("speculation is off: it is greedy only, and --temp is %g", (double)opt->cfg.gen.temperature);
     char text[64] = "";
     if (app->info.base_model) {
         if (opt->think != DS4_THINK_OFF) note("the model has no chat template: it does not know how to think");
@@ -713,8 +671,7 @@ static void warn_of_template(const App *app)
          "see --rendered", text);
 }
 
-static void open_engine(App *app)
-{
+static void open_engine(App *app) {
     ds4_cfg *cfg = &app->opt.cfg;
     cfg->log = on_log;
     if (isatty(STDERR_FILENO) && !quiet) cfg->progress = on_progress;
@@ -725,11 +682,10 @@ static void open_engine(App *app)
     app->load_ms = now_ms() - start;
     app->info = ds4_engine_info(app->engine);
     app->think_end = ds4_token_id(app->engine, "</think>");
-    warn_of_template(app);
+    say_notes(app);
 }
 
-static void open_session(App *app)
-{
+static void open_session(App *app) {
     app->session = ds4_engine_open_session(app->engine);
     if (!app->session || ds4_session_set_stops(app->session, NULL, 0, app->opt.ignore_eos) != 0)
         fail("%s", ds4_last_error());
@@ -737,14 +693,12 @@ static void open_session(App *app)
         fail("%s", ds4_last_error());
 }
 
-static void save_session(App *app)
-{
+static void save_session(App *app) {
     if (app->opt.session && ds4_session_save(app->session, app->opt.session) != 0) fail("%s", ds4_last_error());
 }
 
 /* A failed call: true if Ctrl+C made it fail, which is then forgotten. */
-static bool was_cancelled(App *app)
-{
+static bool was_cancelled(App *app) {
     if (!ds4_session_cancelled(app->session)) return false;
     ds4_session_clear_cancel(app->session);
     return true;
@@ -756,8 +710,7 @@ typedef void (*rows_fn)(void *ctx, const float *target, int first, int rows, con
 
 /* Evaluates ids and hands out the target's rows, the head's, or both. A head row q needs the token at q + 1, so those of a
  * pass begin one row before it, and the session must be able to go back that far: a pass is kept below max_rewind. */
-static void eval_rows(App *app, const Ids *ids, bool target, bool head, rows_fn got, void *ctx)
-{
+static void eval_rows(App *app, const Ids *ids, bool target, bool head, rows_fn got, void *ctx) {
     size_t vocab = (size_t)app->info.vocab, n = ids->len;
     int rows = min_int(app->info.prefill_chunk, (int)((64u << 20) / (vocab * sizeof(float))));
     if (head) rows = min_int(rows, app->info.max_rewind - 1);
@@ -791,8 +744,7 @@ typedef struct {
     bool is_ids;
 } Prompt;
 
-static void parse_ids(const char *path, const Bytes *text, Ids *ids)
-{
+static void parse_ids(const char *path, const Bytes *text, Ids *ids) {
     static const char space[] = " \t\r\n\v\f";
     for (const char *p = text->data, *end = p + text->len; p < end; ) {
         size_t n = strcspn(p, space), shown = n < 23 ? n : 23;
@@ -809,8 +761,7 @@ static void parse_ids(const char *path, const Bytes *text, Ids *ids)
 }
 
 /* Reads the prompt before the model, so that a wrong file name shows at once. */
-static Prompt read_prompt(const Options *opt)
-{
+static Prompt read_prompt(const Options *opt) {
     Prompt prompt = { .is_ids = opt->prompt_ids != NULL };
     const char *path = opt->prompt_ids ? opt->prompt_ids : opt->prompt_file ? opt->prompt_file : "-";
     const char *name = strcmp(path, "-") ? path : "standard input";
@@ -832,8 +783,7 @@ static Prompt read_prompt(const Options *opt)
 }
 
 /* Appends the ids of a text. */
-static void add_text(App *app, Ids *ids, const Bytes *text, bool control)
-{
+static void add_text(App *app, Ids *ids, const Bytes *text, bool control) {
     for (;;) {
         size_t room = ids->cap - ids->len;
         int64_t n = ds4_tokenize(app->engine, text->len ? text->data : "", text->len, control,
@@ -848,8 +798,7 @@ static void add_text(App *app, Ids *ids, const Bytes *text, bool control)
 }
 
 /* Appends the ids of rendered messages. */
-static void add_chat(App *app, Ids *ids, const ds4_message *messages, size_t count, ds4_think think)
-{
+static void add_chat(App *app, Ids *ids, const ds4_message *messages, size_t count, ds4_think think) {
     for (;;) {
         size_t room = ids->cap - ids->len;
         int64_t n = ds4_chat(app->engine, messages, count, think, room ? ids->data + ids->len : NULL, room);
@@ -862,14 +811,12 @@ static void add_chat(App *app, Ids *ids, const ds4_message *messages, size_t cou
     }
 }
 
-static void add_bos(const App *app, Ids *ids)
-{
+static void add_bos(const App *app, Ids *ids) {
     if (app->info.bos >= 0) ids_add(ids, &app->info.bos, 1);
 }
 
 /* The prompt as a text of its own. */
-static Ids fresh_prompt(App *app, const Prompt *prompt)
-{
+static Ids fresh_prompt(App *app, const Prompt *prompt) {
     Ids ids = { 0 };
     const Options *opt = &app->opt;
     if (prompt->is_ids) {
@@ -893,8 +840,7 @@ static Ids fresh_prompt(App *app, const Prompt *prompt)
 }
 
 /* Further messages behind a session's tokens: the last answer is ended, BOS and what belongs to the beginning fall away. */
-static void add_turns(App *app, Ids *ids, int last_token, const ds4_message *messages, size_t count)
-{
+static void add_turns(App *app, Ids *ids, int last_token, const ds4_message *messages, size_t count) {
     Ids turns = { 0 };
     ds4_think think = app->opt.think == DS4_THINK_OFF ? DS4_THINK_OFF : DS4_THINK_ON;
     add_chat(app, &turns, messages, count, think);
@@ -906,8 +852,7 @@ static void add_turns(App *app, Ids *ids, int last_token, const ds4_message *mes
 
 /* What of `full`, the prompt as a text of its own, is to be evaluated behind the session's tokens: what follows them if the
  * prompt begins with all of them, else the prompt as their continuation. */
-static Ids rest_of_prompt(App *app, const Prompt *prompt, const Ids *full)
-{
+static Ids rest_of_prompt(App *app, const Prompt *prompt, const Ids *full) {
     Ids rest = { 0 };
     const Options *opt = &app->opt;
     size_t held = (size_t)ds4_session_position(app->session);
@@ -929,8 +874,7 @@ static Ids rest_of_prompt(App *app, const Prompt *prompt, const Ids *full)
     return rest;
 }
 
-static void check_room(const App *app, size_t held, size_t more)
-{
+static void check_room(const App *app, size_t held, size_t more) {
     size_t ctx = (size_t)ds4_session_ctx(app->session);
     if (held + more <= ctx) return;
     if (held) fail("the prompt has %zu tokens behind the session's %zu, the context holds %zu (see --ctx)", more, held, ctx);
@@ -952,8 +896,7 @@ enum { TOP = 5 };
 typedef struct { int id[TOP + 1]; double logprob[TOP + 1]; int count; } Logprobs;      /* [0]: the token itself */
 
 /* log-probabilities at temperature 1, in double: the same numbers however a step came by the logits. */
-static Logprobs logprobs_of(const float *logits, int vocab, int token)
-{
+static Logprobs logprobs_of(const float *logits, int vocab, int token) {
     Logprobs r = { .count = min_int(TOP, vocab) };
     double sum = 0, most = -INFINITY;
     for (int i = 0; i < vocab; i++) most = fmax(most, (double)logits[i]);
@@ -973,16 +916,14 @@ static Logprobs logprobs_of(const float *logits, int vocab, int token)
     return r;
 }
 
-static void write_logprobs(FILE *f, int position, const Logprobs *r)
-{
+static void write_logprobs(FILE *f, int position, const Logprobs *r) {
     fprintf(f, "{\"position\": %d, \"id\": %d, \"logprob\": %.9g, \"top\": [", position, r->id[0], r->logprob[0]);
     for (int k = 1; k <= r->count; k++) fprintf(f, "%s[%d, %.9g]", k > 1 ? ", " : "", r->id[k], r->logprob[k]);
     fputs("]}\n", f);
 }
 
 /* One token into the output. In the chat the mark between reasoning and answer is shown as a blank line. */
-static void put_token(App *app, Out *out, int token, Answer *answer)
-{
+static void put_token(App *app, Out *out, int token, Answer *answer) {
     size_t n = 0;
     const char *piece = ds4_token_piece(app->engine, token, &n);
     answer->tokens++;
@@ -1001,8 +942,7 @@ static void put_token(App *app, Out *out, int token, Answer *answer)
 }
 
 /* One step: a token and the drafts accepted behind it. false when the answer is over, answer->finish says why. */
-static bool generate_step(App *app, Out *out, int max, Answer *answer)
-{
+static bool generate_step(App *app, Out *out, int max, Answer *answer) {
     ds4_session *s = app->session;
     int ids[DS4_MAX_DRAFT + 1], position = ds4_session_position(s);
     int room = min_int(max - answer->tokens, ds4_session_ctx(s) - position);
@@ -1036,8 +976,7 @@ static bool generate_step(App *app, Out *out, int max, Answer *answer)
 }
 
 /* Generates behind what the session holds, at most `max` tokens. */
-static Answer generate(App *app, Out *out, int max)
-{
+static Answer generate(App *app, Out *out, int max) {
     Answer answer = { .finish = "length", .prompt = (size_t)ds4_session_position(app->session) };
     double start = now_ms();
     while (generate_step(app, out, max, &answer))
@@ -1052,8 +991,7 @@ static Answer generate(App *app, Out *out, int max)
 }
 
 /* The most tokens of an answer, from -n. */
-static int most_tokens(const App *app)
-{
+static int most_tokens(const App *app) {
     int n = app->opt.tokens;
     if (n == TOKENS_DEFAULT) n = app->info.base_model ? BASE_MODEL_TOKENS : -1;
     return n < 0 ? INT_MAX : n;
@@ -1064,8 +1002,7 @@ static double rate(double count, double ms) { return ms > 0 ? count / ms * 1e3 :
 /* The depth that was drafted at. */
 static int depth_used(const App *app) { return app->info.has_head ? app->opt.cfg.mtp_draft : 0; }
 
-static void print_stats(const App *app, const Answer *answer, FILE *f)
-{
+static void print_stats(const App *app, const Answer *answer, FILE *f) {
     ds4_stats s = ds4_session_stats(app->session);
     fprintf(f, "prompt     %8lld tokens %10.1f ms %10.1f tokens/s\n", (long long)s.prompt_tokens, s.prompt_ms,
             rate((double)s.prompt_tokens, s.prompt_ms));
@@ -1081,8 +1018,7 @@ static void print_stats(const App *app, const Answer *answer, FILE *f)
             s.verify_ms, s.repair_ms, (long long)s.head_passes);
 }
 
-static void json_string(FILE *f, const char *text)
-{
+static void json_string(FILE *f, const char *text) {
     if (!text) {
         fputs("null", f);
         return;
@@ -1100,15 +1036,13 @@ static void json_string(FILE *f, const char *text)
     fputc('"', f);
 }
 
-static void json_counts(FILE *f, const char *name, const int64_t *counts, int n)
-{
+static void json_counts(FILE *f, const char *name, const int64_t *counts, int n) {
     fprintf(f, "  \"%s\": [", name);
     for (int i = 0; i < n; i++) fprintf(f, "%s%lld", i ? ", " : "", (long long)counts[i]);
     fputs("],\n", f);
 }
 
-static void json_setup(const App *app, FILE *f)
-{
+static void json_setup(const App *app, FILE *f) {
     const ds4_info *info = &app->info;
     const ds4_cfg *cfg = &app->opt.cfg;
     fprintf(f, "  \"version\": \"%s\",\n  \"model\": ", ds4_version());
@@ -1127,8 +1061,7 @@ static void json_setup(const App *app, FILE *f)
     fprintf(f, "  \"load_ms\": %.3f,\n", app->load_ms);
 }
 
-static void write_stats(const App *app, const Answer *answer, FILE *f)
-{
+static void write_stats(const App *app, const Answer *answer, FILE *f) {
     ds4_stats s = ds4_session_stats(app->session);
     fputs("{\n", f);
     json_setup(app, f);
@@ -1151,8 +1084,7 @@ static void write_stats(const App *app, const Answer *answer, FILE *f)
 /* ---- 7 dumps and inspection ----------------------------------------------------------------------------------------- */
 
 /* A NumPy file of float32 [rows, columns], little-endian, with its rows still to be written. */
-static FILE *create_npy(const char *path, size_t rows, size_t columns)
-{
+static FILE *create_npy(const char *path, size_t rows, size_t columns) {
     char header[128];
     memcpy(header, "\x93NUMPY\x01\x00\x76\x00", 10);           /* 118 bytes follow, so that the data is aligned to 64 */
     int n = snprintf(header + 10, 118, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %zu), }", rows, columns);
@@ -1165,13 +1097,11 @@ static FILE *create_npy(const char *path, size_t rows, size_t columns)
 
 typedef struct { FILE *target, *head; size_t vocab; const Options *opt; } LogitFiles;
 
-static void write_rows(FILE *f, const char *path, const float *rows, size_t n)
-{
+static void write_rows(FILE *f, const char *path, const float *rows, size_t n) {
     if (f && n && fwrite(rows, sizeof(float), n, f) != n) fail("%s: %s", path, strerror(errno));
 }
 
-static void dump_rows(void *ctx, const float *target, int first, int rows, const float *head, int head_first, int head_rows)
-{
+static void dump_rows(void *ctx, const float *target, int first, int rows, const float *head, int head_first, int head_rows) {
     LogitFiles *files = ctx;
     (void)first;
     (void)head_first;
@@ -1180,8 +1110,7 @@ static void dump_rows(void *ctx, const float *target, int first, int rows, const
 }
 
 /* Evaluates the prompt and writes its logits to the files that were asked for, as they come. */
-static void eval_to_files(App *app, const Ids *ids)
-{
+static void eval_to_files(App *app, const Ids *ids) {
     const Options *opt = &app->opt;
     LogitFiles files = { .vocab = (size_t)app->info.vocab, .opt = opt };
     if (opt->logits) files.target = create_npy(opt->logits, ids->len, files.vocab);
@@ -1192,8 +1121,7 @@ static void eval_to_files(App *app, const Ids *ids)
 }
 
 /* A token's bytes in quotes, as C writes them; what is valid UTF-8 and no control character stays. */
-static void print_quoted(const char *text, size_t n)
-{
+static void print_quoted(const char *text, size_t n) {
     putchar('"');
     for (size_t at = 0; at < n; ) {
         uint32_t code;
@@ -1211,8 +1139,7 @@ static void print_quoted(const char *text, size_t n)
     putchar('"');
 }
 
-static void dump_tokens(App *app, const Ids *ids)
-{
+static void dump_tokens(App *app, const Ids *ids) {
     for (size_t i = 0; i < ids->len; i++) {
         size_t n = 0;
         const char *piece = ds4_token_piece(app->engine, ids->data[i], &n);
@@ -1229,16 +1156,14 @@ typedef struct {
     int64_t scored, drafts, right;     /* the head's guesses, and how many were the target's choice */
 } Perplexity;
 
-static int argmax(const float *logits, int n)
-{
+static int argmax(const float *logits, int n) {
     int best = 0;
     for (int i = 1; i < n; i++)
         if (logits[i] > logits[best]) best = i;
     return best;
 }
 
-static void score_rows(void *ctx, const float *target, int first, int rows, const float *head, int head_first, int head_rows)
-{
+static void score_rows(void *ctx, const float *target, int first, int rows, const float *head, int head_first, int head_rows) {
     Perplexity *p = ctx;
     size_t vocab = (size_t)p->vocab;
     for (int i = 0; i < rows; i++) {   /* row first + i is a law for the token behind it */
@@ -1258,8 +1183,7 @@ static void score_rows(void *ctx, const float *target, int first, int rows, cons
 
 /* Windows of the whole context, BOS first if there is one. The first is scored whole, each later one moves by half a window
  * and is scored where it is new, so that every token but the first has at least half a window before it. */
-static int run_perplexity(App *app)
-{
+static int run_perplexity(App *app) {
     const char *path = app->opt.perplexity;
     Bytes text = { 0 };
     Ids ids = { 0 };
@@ -1296,8 +1220,7 @@ static int run_perplexity(App *app)
     return 0;
 }
 
-static const char *as_bytes(int64_t bytes, char *text, size_t n)
-{
+static const char *as_bytes(int64_t bytes, char *text, size_t n) {
     static const char *const units[] = { "KiB", "MiB", "GiB", "TiB" };
     double v = (double)bytes / 1024;
     int u = 0;
@@ -1306,15 +1229,13 @@ static const char *as_bytes(int64_t bytes, char *text, size_t n)
     return text;
 }
 
-static void print_bytes(const char *label, int64_t bytes)
-{
+static void print_bytes(const char *label, int64_t bytes) {
     char text[64];
     printf("  %-22s%s\n", label, as_bytes(bytes, text, sizeof text));
 }
 
 /* Types of the target's or the head's tensors, with how many there are and their bytes, in order of first use. */
-static void print_types(const App *app, bool head)
-{
+static void print_types(const App *app, bool head) {
     struct { const char *type; int64_t count, bytes; } types[64];
     int n = 0;
     ds4_tensor_info t;
@@ -1338,8 +1259,7 @@ static void print_types(const App *app, bool head)
     }
 }
 
-static void print_tensors(const App *app)
-{
+static void print_tensors(const App *app) {
     ds4_tensor_info t;
     printf("tensors\n");
     for (int64_t i = 0; ds4_engine_tensor(app->engine, i, &t) == 0; i++) {
@@ -1351,8 +1271,7 @@ static void print_tensors(const App *app)
     }
 }
 
-static int run_inspect(const App *app)
-{
+static int run_inspect(const App *app) {
     const ds4_info *i = &app->info;
     printf("model     %s\nname      %s\n", i->model_path, *i->name ? i->name : "(none)");
     printf("template  %s\n", i->base_model ? "none: a base model" : i->template_is_v4 ? "DeepSeek-V4" : "not DeepSeek-V4's");
@@ -1421,8 +1340,7 @@ static const struct { uint32_t from, to; } zero_width[] = {
     { 0x20000, 0x3fffd },
 };
 
-static int char_width(uint32_t code)
-{
+static int char_width(uint32_t code) {
     for (size_t i = 0; code >= 0x300 && i < sizeof zero_width / sizeof *zero_width; i++)
         if (code >= zero_width[i].from && code <= zero_width[i].to) return 0;
     for (size_t i = 0; code >= 0x1100 && i < sizeof double_width / sizeof *double_width; i++)
@@ -1431,8 +1349,7 @@ static int char_width(uint32_t code)
 }
 
 /* The character at `at` of the line: its bytes, and its columns in *width. */
-static size_t char_at(const Bytes *line, size_t at, int *width)
-{
+static size_t char_at(const Bytes *line, size_t at, int *width) {
     uint32_t code;
     int len = utf8_next(line->data + at, line->len - at, &code);
     *width = len > 0 ? char_width(code) : 1;
@@ -1440,8 +1357,7 @@ static size_t char_at(const Bytes *line, size_t at, int *width)
 }
 
 /* The next place for the cursor: behind a character and what is combined with it. */
-static size_t next_char(const Bytes *line, size_t at)
-{
+static size_t next_char(const Bytes *line, size_t at) {
     int width;
     if (at < line->len) at += char_at(line, at, &width);
     while (at < line->len) {
@@ -1452,8 +1368,7 @@ static size_t next_char(const Bytes *line, size_t at)
     return at;
 }
 
-static size_t previous_char(const Bytes *line, size_t at)
-{
+static size_t previous_char(const Bytes *line, size_t at) {
     size_t p = 0, next;
     while (p < at && (next = next_char(line, p)) < at) p = next;
     return p;
@@ -1462,16 +1377,14 @@ static size_t previous_char(const Bytes *line, size_t at)
 /* The line as rows of the screen: row i is bytes from[i]..to[i]-1. */
 typedef struct { size_t *from, *to, count; int cursor_row, cursor_column; } Layout;
 
-static void add_row(Layout *l, size_t *cap, size_t from)
-{
+static void add_row(Layout *l, size_t *cap, size_t from) {
     size_t same = *cap;
     l->from = grown(l->from, cap, l->count + 1, sizeof *l->from);
     l->to = grown(l->to, &same, l->count + 1, sizeof *l->to);
     l->from[l->count++] = from;
 }
 
-static Layout lay_out(const Editor *ed, int columns)
-{
+static Layout lay_out(const Editor *ed, int columns) {
     Layout l = { 0 };
     size_t cap = 0, at = 0;
     int column = 0, width;
@@ -1500,24 +1413,21 @@ static Layout lay_out(const Editor *ed, int columns)
     return l;
 }
 
-static void screen_size(int *columns, int *rows)
-{
+static void screen_size(int *columns, int *rows) {
     struct winsize w = { 0 };
     ioctl(STDOUT_FILENO, TIOCGWINSZ, &w);
     *columns = w.ws_col ? w.ws_col : 80;
     *rows = w.ws_row ? w.ws_row : 24;
 }
 
-static Layout editor_layout(const Editor *ed)
-{
+static Layout editor_layout(const Editor *ed) {
     int columns, rows, indent = (int)strlen(ed->prompt);
     screen_size(&columns, &rows);
     columns -= indent + 1;             /* a column for the cursor behind a full row */
     return lay_out(ed, columns > 4 ? columns : 4);
 }
 
-static void draw_row(const Editor *ed, const Layout *l, size_t row, Bytes *out)
-{
+static void draw_row(const Editor *ed, const Layout *l, size_t row, Bytes *out) {
     if (row == 0) bytes_add(out, ed->prompt, strlen(ed->prompt));
     else for (size_t i = 0; i < strlen(ed->prompt); i++) bytes_add(out, " ", 1);
     for (size_t at = l->from[row]; at < l->to[row]; ) {
@@ -1531,8 +1441,7 @@ static void draw_row(const Editor *ed, const Layout *l, size_t row, Bytes *out)
     }
 }
 
-static void write_terminal(const char *text, size_t n)
-{
+static void write_terminal(const char *text, size_t n) {
     while (n) {
         ssize_t done = write(STDOUT_FILENO, text, n);
         if (done < 0 && errno == EINTR) continue;
@@ -1543,8 +1452,7 @@ static void write_terminal(const char *text, size_t n)
 }
 
 /* Draws the line anew: all its rows, or those around the cursor if the screen cannot hold them. */
-static void redraw(Editor *ed)
-{
+static void redraw(Editor *ed) {
     int columns, screen_rows;
     char move[64];
     Bytes out = { 0 };
@@ -1570,8 +1478,7 @@ static void redraw(Editor *ed)
 }
 
 /* A byte of input; -1 when there is none any more, or none comes within `wait_ms` (-1: for ever). */
-static int read_byte(Editor *ed, int wait_ms)
-{
+static int read_byte(Editor *ed, int wait_ms) {
     if (ed->input_at < ed->input_len) return ed->input[ed->input_at++];
     struct pollfd in = { .fd = STDIN_FILENO, .events = POLLIN };
     if (wait_ms >= 0 && poll(&in, 1, wait_ms) <= 0) return -1;
@@ -1585,8 +1492,7 @@ static int read_byte(Editor *ed, int wait_ms)
 }
 
 /* What follows ESC: [ or O, numbers, and a letter or ~. */
-static int read_escape(Editor *ed)
-{
+static int read_escape(Editor *ed) {
     int c = read_byte(ed, 50), number = 0;
     if (c == '\r' || c == '\n') return KEY_NEWLINE;
     if (c != '[' && c != 'O') return KEY_NONE;
@@ -1614,21 +1520,18 @@ static int read_escape(Editor *ed)
     }
 }
 
-static int read_key(Editor *ed)
-{
+static int read_key(Editor *ed) {
     int c = read_byte(ed, -1);
     return c < 0 ? KEY_GONE : c == 27 ? read_escape(ed) : c;
 }
 
-static void insert(Editor *ed, char c)
-{
+static void insert(Editor *ed, char c) {
     bytes_insert(&ed->line, ed->at, &c, 1);
     ed->at++;
 }
 
 /* Bracketed paste: text up to ESC [ 201 ~, line ends of any kind as newlines. */
-static void read_paste(Editor *ed)
-{
+static void read_paste(Editor *ed) {
     static const char end[] = "\033[201~";
     size_t from = ed->at;
     int c, before = 0;
@@ -1644,14 +1547,12 @@ static void read_paste(Editor *ed)
     }
 }
 
-static void show_line(Editor *ed, const char *text, size_t n)
-{
+static void show_line(Editor *ed, const char *text, size_t n) {
     bytes_set(&ed->line, text, n);
     ed->at = ed->line.len;
 }
 
-static void recall(Editor *ed, size_t entry)
-{
+static void recall(Editor *ed, size_t entry) {
     if (entry > ed->history.len || entry == ed->recalled) return;
     if (ed->recalled == ed->history.len) bytes_set(&ed->written, ed->line.data, ed->line.len);
     ed->recalled = entry;
@@ -1660,8 +1561,7 @@ static void recall(Editor *ed, size_t entry)
 }
 
 /* Up and down: to the row above or below in a line of many rows, else through the history. */
-static void move_row(Editor *ed, int step)
-{
+static void move_row(Editor *ed, int step) {
     Layout l = editor_layout(ed);
     int row = l.cursor_row + step, column = 0, width;
     if (row >= 0 && row < (int)l.count) {
@@ -1681,22 +1581,19 @@ static void move_row(Editor *ed, int step)
     free(l.to);
 }
 
-static size_t word_before(const Editor *ed)
-{
+static size_t word_before(const Editor *ed) {
     size_t at = ed->at;
     while (at && (ed->line.data[at - 1] == ' ' || ed->line.data[at - 1] == '\n')) at--;
     while (at && ed->line.data[at - 1] != ' ' && ed->line.data[at - 1] != '\n') at--;
     return at;
 }
 
-static void delete_back_to(Editor *ed, size_t from)
-{
+static void delete_back_to(Editor *ed, size_t from) {
     bytes_remove(&ed->line, from, ed->at);
     ed->at = from;
 }
 
-static void clear_screen(Editor *ed)
-{
+static void clear_screen(Editor *ed) {
     write_terminal("\033[H\033[2J", 7);
     ed->cursor_row = 0;
 }
@@ -1706,8 +1603,7 @@ enum { CTRL_A = 1, CTRL_B, CTRL_C, CTRL_D, CTRL_E, CTRL_F, BACKSPACE = 8, NEWLIN
 
 typedef enum { GO_ON, LINE_DONE, LINE_DROPPED, INPUT_GONE } Edited;
 
-static Edited edit_key(Editor *ed, int key)
-{
+static Edited edit_key(Editor *ed, int key) {
     Bytes *line = &ed->line;
     switch (key) {
     case RETURN: case NEWLINE: return LINE_DONE;
@@ -1736,8 +1632,7 @@ static Edited edit_key(Editor *ed, int key)
     return GO_ON;
 }
 
-static Edited edit_line(Editor *ed)
-{
+static Edited edit_line(Editor *ed) {
     show_line(ed, "", 0);
     ed->recalled = ed->history.len;
     ed->cursor_row = 0;
@@ -1761,23 +1656,20 @@ static Edited edit_line(Editor *ed)
 
 static struct termios *terminal_to_restore;    /* while the terminal is raw */
 
-static void restore_terminal(void)
-{
+static void restore_terminal(void) {
     if (!terminal_to_restore) return;
     write_terminal("\033[?2004l", 8);
     tcsetattr(STDIN_FILENO, TCSADRAIN, terminal_to_restore);
     terminal_to_restore = NULL;
 }
 
-static void on_termination(int signal_number)
-{
+static void on_termination(int signal_number) {
     restore_terminal();
     signal(signal_number, SIG_DFL);
     raise(signal_number);
 }
 
-static void editor_start(Editor *ed)
-{
+static void editor_start(Editor *ed) {
     const char *term = getenv("TERM");
     ed->plain = !isatty(STDOUT_FILENO) || !term || !*term || !strcmp(term, "dumb")
                 || tcgetattr(STDIN_FILENO, &ed->cooked) != 0;
@@ -1788,16 +1680,14 @@ static void editor_start(Editor *ed)
     atexit(restore_terminal);
 }
 
-static void editor_end(Editor *ed)
-{
+static void editor_end(Editor *ed) {
     strings_free(&ed->history);
     free(ed->line.data);
     free(ed->written.data);
 }
 
 /* Reads a line into ed->line. false when there is no more input. */
-static bool read_line(Editor *ed)
-{
+static bool read_line(Editor *ed) {
     Edited state;
     do {
         if (ed->plain) {
@@ -1844,8 +1734,7 @@ typedef struct {
     Answer answer;                     /* the last one; finish NULL: none yet */
 } Chat;
 
-static void add_turn(Chat *chat, const char *role, const char *content, const char *reasoning)
-{
+static void add_turn(Chat *chat, const char *role, const char *content, const char *reasoning) {
     chat->turns = grown(chat->turns, &chat->cap, chat->count + 1, sizeof *chat->turns);
     Turn *t = &chat->turns[chat->count++];
     t->role = strdup(role);
@@ -1854,8 +1743,7 @@ static void add_turn(Chat *chat, const char *role, const char *content, const ch
     if (!t->role || !t->content || (reasoning && !t->reasoning)) fail("out of memory");
 }
 
-static void drop_turns(Chat *chat, size_t from)
-{
+static void drop_turns(Chat *chat, size_t from) {
     while (chat->count > from) {
         Turn *t = &chat->turns[--chat->count];
         free(t->role);
@@ -1865,8 +1753,7 @@ static void drop_turns(Chat *chat, size_t from)
 }
 
 /* The tokens that the session should hold before it answers `line`. */
-static Ids chat_tokens(Chat *chat, const Bytes *line)
-{
+static Ids chat_tokens(Chat *chat, const Bytes *line) {
     App *app = chat->app;
     Ids ids = { 0 };
     ids_add(&ids, chat->before.data, chat->before.len);
@@ -1889,8 +1776,7 @@ static Ids chat_tokens(Chat *chat, const Bytes *line)
 }
 
 /* Brings the session to these tokens: what it shares with them stays, the rest is evaluated. 0, or -1 after a message. */
-static int chat_eval(App *app, const Ids *ids)
-{
+static int chat_eval(App *app, const Ids *ids) {
     ds4_session *s = app->session;
     size_t held = (size_t)ds4_session_position(s), same = 0;
     if (ids->len >= (size_t)ds4_session_ctx(s)) {
@@ -1912,16 +1798,14 @@ static int chat_eval(App *app, const Ids *ids)
 }
 
 /* The tokens of the session now, as those before the turns to come. */
-static void keep_tokens(Chat *chat)
-{
+static void keep_tokens(Chat *chat) {
     const ds4_session *s = chat->app->session;
     chat->before.len = 0;
     ids_add(&chat->before, ds4_session_tokens(s), (size_t)ds4_session_position(s));
 }
 
 /* The answer to `line` into `text`, and onto the screen. */
-static void chat_answer(Chat *chat, Bytes *text)
-{
+static void chat_answer(Chat *chat, Bytes *text) {
     App *app = chat->app;
     bool dim = app->opt.think != DS4_THINK_OFF && !app->info.base_model && isatty(STDOUT_FILENO);
     bytes_add(text, "", 0);
@@ -1936,8 +1820,7 @@ static void chat_answer(Chat *chat, Bytes *text)
     for (char *p; (p = memchr(text->data, 0, text->len)); ) *p = ' ';  /* turns are C strings */
 }
 
-static void chat_turn(Chat *chat, const Bytes *line)
-{
+static void chat_turn(Chat *chat, const Bytes *line) {
     App *app = chat->app;
     size_t turns = chat->count;
     interrupted = 0;
@@ -1964,8 +1847,7 @@ static void chat_turn(Chat *chat, const Bytes *line)
     free(text.data);
 }
 
-static void chat_read(Chat *chat, const char *path)
-{
+static void chat_read(Chat *chat, const char *path) {
     Bytes text = { 0 };
     if (!*path) warn("", "/read needs a file");
     else if (read_file(path, &text) != 0) warn("", "%s: %s", path, strerror(errno));
@@ -1974,16 +1856,14 @@ static void chat_read(Chat *chat, const char *path)
     free(text.data);
 }
 
-static void chat_new(Chat *chat)
-{
+static void chat_new(Chat *chat) {
     drop_turns(chat, 0);
     chat->before.len = 0;
     if (ds4_session_rewind(chat->app->session, 0) != 0) warn("", "%s", ds4_last_error());
 }
 
 /* A line that begins with /. false to leave. */
-static bool chat_command(Chat *chat, const char *line)
-{
+static bool chat_command(Chat *chat, const char *line) {
     App *app = chat->app;
     size_t n = strcspn(line, " ");
     const char *rest = line + n + strspn(line + n, " ");
@@ -2009,8 +1889,7 @@ static bool chat_command(Chat *chat, const char *line)
     return true;
 }
 
-static int run_chat(App *app)
-{
+static int run_chat(App *app) {
     Editor editor = { .prompt = "> " };
     Chat chat = { .app = app };
     open_session(app);
@@ -2038,8 +1917,7 @@ static int run_chat(App *app)
 /* ---- 10 main -------------------------------------------------------------------------------------------------------- */
 
 /* Evaluates what the session does not hold yet of the prompt. */
-static void eval_prompt(App *app, const Prompt *prompt, const Ids *full)
-{
+static void eval_prompt(App *app, const Prompt *prompt, const Ids *full) {
     Ids rest = rest_of_prompt(app, prompt, full);
     size_t held = (size_t)ds4_session_position(app->session);
     check_room(app, held, rest.len);
@@ -2055,8 +1933,7 @@ static void eval_prompt(App *app, const Prompt *prompt, const Ids *full)
 }
 
 /* One answer, with the files that go with it. */
-static int run_answer(App *app, const Prompt *prompt, const Ids *full)
-{
+static int run_answer(App *app, const Prompt *prompt, const Ids *full) {
     const Options *opt = &app->opt;
     open_session(app);
     catch_interrupts(app, false);
@@ -2076,8 +1953,7 @@ static int run_answer(App *app, const Prompt *prompt, const Ids *full)
     return strcmp(answer.finish, "cancelled") ? 0 : 130;
 }
 
-static int run_prompt(App *app, const Prompt *prompt)
-{
+static int run_prompt(App *app, const Prompt *prompt) {
     Ids full = fresh_prompt(app, prompt);
     int status = 0;
     if (app->opt.dump_tokens) dump_tokens(app, &full);
@@ -2086,8 +1962,7 @@ static int run_prompt(App *app, const Prompt *prompt)
     return status;
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     App app = { .opt = read_options(argc, argv) };
     Options *opt = &app.opt;
     int status = 0;

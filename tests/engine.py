@@ -28,6 +28,7 @@ ffi.cdef(
     typedef struct hook_script hook_script;
     hook_script *hook_script_new(ds4_session *s, const int *text, int n, int wrong);
     void hook_script_free(ds4_session *s, hook_script *script);
+    void hook_raw_row(const ds4_session *s, int layer, int position, float *out);
     """
 )
 lib: Any = ffi.dlopen(str(make("build/hooks.so")))
@@ -155,6 +156,12 @@ class Session:
 
     def load(self, snapshot: bytes) -> None:
         check(lib.ds4_session_load_mem(self.p, ffi.from_buffer(snapshot), len(snapshot)))
+
+    def raw_row(self, layer: int, position: int, width: int) -> np.ndarray:
+        """float32 [width]: the kv row that the layer keeps of a position."""
+        out = np.empty(width, np.float32)
+        lib.hook_raw_row(self.p, layer, position, ffi.from_buffer("float[]", out))
+        return out
 
     @property
     def position(self) -> int:

@@ -41,3 +41,14 @@ void hook_script_free(ds4_session *s, hook_script *script) {
     free(script->text);
     free(script);
 }
+
+/* ---- cache rows ---- */
+
+/* The raw kv row of a layer at a position as float32 [head_dim]; the row must be in the ring. */
+void hook_raw_row(const ds4_session *s, int layer, int position, float *out);
+void hook_raw_row(const ds4_session *s, int layer, int position, float *out) {
+    const ds4_engine *e = s->engine;
+    const cache *c = &s->caches[layer];
+    const float *row_values = kv_load(e->dev.k, &e->model->c, e->kv_type, c->raw + (size_t)(position % c->ring) * e->sizes.kv_row, out);
+    if (row_values != out) memcpy(out, row_values, (size_t)e->model->c.head_dim * sizeof *out);
+}

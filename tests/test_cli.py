@@ -51,10 +51,15 @@ class Cli:
     ) -> subprocess.CompletedProcess[bytes]:  # fmt: skip
         command = [os.fsencode(str(a)) if not isinstance(a, bytes) else a for a in [self.program, *args]]
         done = subprocess.run(
-            command, input=stdin, capture_output=True, env=environment(**(env or {})), cwd=cwd, timeout=300
+            command, input=stdin, capture_output=True, env=environment(**(env or {})), cwd=cwd, timeout=300, check=False
         )
         assert done.returncode == status, done.stderr.decode(errors="replace")
         return done
+
+    def start(self, *args: Any, stdout: Any = subprocess.PIPE) -> subprocess.Popen[bytes]:
+        """Runs in the background, without standard input."""
+        command = [str(a) for a in [self.program, "-m", *args]]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, env=environment())
 
     def ids(self, *args: Any, **kwargs: Any) -> list[int]:
         return [int(line) for line in self(*args, "--print-ids", **kwargs).stdout.split()]
@@ -99,7 +104,9 @@ def with_metadata(source: Path, target: Path, key: str, value: str) -> Path:
 @pytest.fixture(scope="session")
 def talker(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model with V4's chat template."""
-    return with_metadata(cli.model, tmp_path_factory.mktemp("talker") / "talker.gguf", "tokenizer.chat_template", V4_TEMPLATE)
+    return with_metadata(
+        cli.model, tmp_path_factory.mktemp("talker") / "talker.gguf", "tokenizer.chat_template", V4_TEMPLATE
+    )
 
 
 @pytest.fixture(scope="session")
@@ -202,7 +209,8 @@ def test_bad_input_is_one_line_and_status_1(cli: Cli, tmp_path: Path) -> None:
 
 def test_bad_ids_are_named(cli: Cli, tmp_path: Path) -> None:
     ids = tmp_path / "ids"
-    for text, says in [("1 two 3", '"two"'), ("5 -1", '"-1"'), ("", "empty"), (" \n", "empty"), ("7 99999", "99999"), ("1 2\0", "ids")]:
+    bad = {"1 two 3": '"two"', "5 -1": '"-1"', "": "empty", " \n": "empty", "7 99999": "99999", "1 2\0": "ids"}
+    for text, says in bad.items():
         ids.write_text(text)
         assert says in one_line(cli("--prompt-ids", ids, "--print-ids", "-n", 1, status=1).stderr)
 
@@ -222,12 +230,12 @@ def test_damaged_sessions_are_refused(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_an_error(cli: Cli) -> None:
-    command = [cli.program, "-m", cli.model, "-p", PROMPT, "-n", "4", "-q"]
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, env=environment())
-    assert done.returncode == 1 and "standard output" in one_line(done.stderr)
-    done2 = cli("-p", PROMPT, "-n", 4, "--dump-logprobs", "/dev/full", status=1)
-    assert "/dev/full" in one_line(done2.stderr)
+        process = cli.start(cli.model, "-p", PROMPT, "-n", 4, stdout=full)
+        _, errors = process.communicate()
+    assert process.returncode == 1 and "standard output" in one_line(errors)
+    done = cli("-p", PROMPT, "-n", 4, "--dump-logprobs", "/dev/full", status=1)
+    assert "/dev/full" in one_line(done.stderr)
 
 
 # ---- help and defaults -----------------------------------------------------------------------------------------------
@@ -241,7 +249,7 @@ def test_version(cli: Cli, root: Path) -> None:
 def test_help_names_every_option(cli: Cli, root: Path) -> None:
     done = cli.bare("--help")
     text = done.stdout.decode()
-    names = re.findall(r'^    \{ "(--[a-z-]+)", (NULL|"-[a-z]+")', (root / "ds4_cli.c").read_text(), re.M)
+    names = re.findall(r'^    \{ "(--[a-z-]+)", (NULL|"-[a-z]+")', (root / "ds4_cli.c").read_text(), re.MULTILINE)
     assert len(names) > 40 and done.stderr == b"" and cli.bare("-h").stdout == done.stdout
     for name, brief in names:
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", text), name
@@ -259,7 +267,7 @@ def test_help_states_the_defaults_there_are(cli: Cli, tmp_path: Path) -> None:
         "--top-p": stats["top_p"], "--min-p": stats["min_p"], "--seed": stats["seed"],
     }  # fmt: skip
     for option, value in stated.items():
-        found = re.search(rf"^ +{option} .*?\(([\d.]+)[:)]", text, re.M | re.S)
+        found = re.search(rf"^ +{option} .*?\(([\d.]+)[:)]", text, re.MULTILINE | re.DOTALL)
         assert found and float(found[1]) == value, option
     assert re.search(r"--kv-type .*\((\w+)\)", text)[1] == stats["kv_type"]  # type: ignore[index]
 
@@ -301,7 +309,8 @@ def test_installed_and_stray_programs(cli: Cli, plain: bytes, tmp_path: Path) ->
 
 def test_inspect(cli: Cli) -> None:
     text = cli("--inspect", "--mtp", cli.head).stdout.decode()
-    for word in ["small.gguf", "small-mtp.gguf", "layers", "Q8_0", "F32", "experts", "vocabulary", "memory", "scratch", "session"]:
+    words = "small.gguf small-mtp.gguf layers Q8_0 F32 experts vocabulary memory scratch session"
+    for word in words.split():
         assert word in text, word
     assert f"{cli.model.stat().st_size} bytes" in text and f"{cli.head.stat().st_size} bytes" in text
     assert "token_embd.weight" not in text
@@ -366,7 +375,9 @@ def test_rendering(cli: Cli, talker: Path) -> None:
 
 
 def test_a_foreign_chat_template_is_named(cli: Cli, talker: Path, tmp_path: Path) -> None:
-    other = with_metadata(cli.model, tmp_path / "other.gguf", "tokenizer.chat_template", "{% for m in messages %}<|im_start|>")
+    other = with_metadata(
+        cli.model, tmp_path / "other.gguf", "tokenizer.chat_template", "{% for m in messages %}<|im_start|>"
+    )
     warning = cli("-p", "a", "-n", 1, model=other).stderr.decode()
     assert "warning" in warning and "chat template" in warning and "for m in messages" in warning
     assert cli("-p", "a", "-n", 1, "--raw-prompt", model=other).stderr == b""
@@ -487,7 +498,9 @@ def test_a_stop_leaves_the_session_as_plain_decoding_does(cli: Cli, tmp_path: Pa
     """Drafts that were committed behind the stop are taken back."""
     whole = cli("-p", PROMPT, "-n", 30).stdout
     for at in range(10, 40, 3):
-        stop, sessions, shown = whole[at : at + 2], [], []
+        stop = whole[at : at + 2]
+        sessions: list[bytes] = []
+        shown: list[list[int]] = []
         for speculation in [[], cli.speculation(5, 0)]:
             saved = tmp_path / f"s{len(sessions)}"
             saved.unlink(missing_ok=True)
@@ -514,10 +527,9 @@ def test_bytes_that_are_no_text(cli: Cli, tmp_path: Path) -> None:
     assert drafted.stdout == plain
 
 
-def test_no_write_ends_inside_a_character(cli: Cli, tmp_path: Path) -> None:
-    tiny = cli.data / "tiny"
-    command = [cli.program, "-m", tiny / "target.gguf", "-p", "é日本", "--raw-prompt", "-n", "200", "--temp", "20", "--ignore-eos"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment())
+def test_no_write_ends_inside_a_character(cli: Cli) -> None:
+    target = cli.data / "tiny/target.gguf"
+    process = cli.start(target, "-p", "é日本", "--raw-prompt", "-n", 200, "--temp", 20, "--ignore-eos")
     assert process.stdout
     while block := os.read(process.stdout.fileno(), 65536):
         block.decode()
@@ -576,7 +588,16 @@ def test_logits_of_every_position(cli: Cli, tmp_path: Path, name: str) -> None:
     common = ["--prompt-ids", file, "--kv-type", "f32", "--mtp", data / "head-ds4.gguf"]
     bits = set()
     for chunk in [1, 7, 64, 256]:
-        done = cli(*common, "--prefill-chunk", chunk, "--dump-logits", target, "--dump-head-logits", head, model=data / "target.gguf")
+        done = cli(
+            *common,
+            "--prefill-chunk",
+            chunk,
+            "--dump-logits",
+            target,
+            "--dump-head-logits",
+            head,
+            model=data / "target.gguf",
+        )
         assert done.stdout == b""
         bits.add((target.read_bytes(), head.read_bytes()))
     assert len(bits) == 1
@@ -660,8 +681,8 @@ def test_environment(cli: Cli, plain: bytes, tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_an_answer(cli: Cli, tmp_path: Path) -> None:
     stats, saved = tmp_path / "s.json", tmp_path / "s"
-    command = [cli.program, "-m", cli.model, "-p", PROMPT, "-n", "-1", "--ignore-eos", "--stats-json", stats, "--session", saved]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment())
+    args = ["-p", PROMPT, "-n", -1, "--ignore-eos", "--stats-json", stats, "--session", saved]
+    process = cli.start(cli.model, *args)
     assert process.stdout and process.stdout.read(60)
     process.send_signal(signal.SIGINT)
     process.stdout.read()
@@ -685,7 +706,7 @@ class Terminal:
     def until(self, pattern: str, seconds: float = 60) -> re.Match[str]:
         """Waits for a pattern behind what was found before; returns its match."""
         end = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.seen, re.S)):
+        while not (found := re.search(pattern, self.seen, re.DOTALL)):
             assert time.monotonic() < end, f"no {pattern!r} in {self.seen!r}"
             if select.select([self.fd], [], [], 0.2)[0]:
                 try:
@@ -850,3 +871,17 @@ def test_a_chat_takes_no_scripts_options(cli: Cli) -> None:
 def test_a_pipe_sees_no_progress(cli: Cli) -> None:
     done = cli("-p", PROMPT * 200, "-n", 4)
     assert done.stderr == b"" and b"\x1b" not in done.stdout and b"\r" not in done.stdout
+
+
+def test_a_terminal_sees_progress_and_then_only_the_text(cli: Cli) -> None:
+    prompt = (PROMPT + " ") * 750
+    args = ["-p", prompt, "-n", 4, "-t", 1, "--isa", "scalar", "--prefill-chunk", 16, "-c", 4096]
+    terminal = Terminal([cli.program, "-m", cli.model, *args])
+    terminal.until(r"\rprompt \[[#.]{30}\] +\d+% of \d+")
+    shown = terminal.until(r"\r\x1b\[K[^\r\x1b]+\r\n$")
+    assert shown and terminal.status() == 0
+    terminal.close()
+    quiet = Terminal([cli.program, "-m", cli.model, *args, "-q"])
+    quiet.until("\n")
+    assert quiet.status() == 0 and "[" not in quiet.seen
+    quiet.close()

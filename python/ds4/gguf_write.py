@@ -1,4 +1,4 @@
-"""What the training script and the synthetic-model writer agree on: names, shapes and metadata of DeepSeek-V4 GGUF files.
+"""Names, shapes and metadata of DeepSeek-V4 GGUF files: what ds4.train and ds4.synth have in common.
 
 Shapes here are in row-major (NumPy) order; GGUF lists the same dimensions fastest first.
 """

@@ -1,9 +1,9 @@
 """Make DeepSeek-V4 GGUF files of any size with random but valid weights, to measure and to test with.
 
-`python -m ds4.synth OUT.gguf` writes the first layers of a Flash-shaped target (about 4 GB by default), `--head` its MTP
-head; every size and tensor type is an option. `python -m ds4.synth twin IN.gguf OUT.gguf` writes the same model with
-every tensor dequantised to F32. Blocks of a quantised type are random bits but for their scales, which are set so that a
-matrix with n inputs has a standard deviation of about 1/sqrt(n): activations stay as in a real model.
+`python -m ds4.synth OUT.gguf --experts 64` writes the first four layers of a Flash-shaped target (4 GB), `--head` its
+MTP head; every size and tensor type is an option. `python -m ds4.synth twin IN.gguf OUT.gguf` writes the same model
+with every tensor dequantised to F32. Blocks of a quantised type are random bits but for their scales, which are set so
+that a matrix with n inputs has a standard deviation of about 1/sqrt(n): activations stay as in a real model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TYPES = [*PLAIN, *SCALES, Type.MXFP4]
 
 @dataclass
 class Types:
-    """The tensor type of each group of tensors; norms, sinks and other vectors are F32. Defaults as Flash files have."""
+    """The tensor type of each group of tensors, by default as in Flash files; norms and other vectors are F32."""
 
     gate_up: Type = Type.IQ2_XXS  # routed experts
     down: Type = Type.Q2_K
@@ -87,7 +87,7 @@ class Types:
 
 
 def raw_blocks(t: Type, count: int, scale: float, rng: np.random.Generator) -> np.ndarray:
-    """`count` random blocks of a quantised type, uint8 (count, bytes of a block); `scale` goes into the scale fields."""
+    """`count` random blocks of a quantised type, uint8 (count, bytes of a block), with `scale` in the scale fields."""
     size = gguf.GGML_QUANT_SIZES[t][1]
     blocks = np.frombuffer(rng.bytes(count * size), np.uint8).reshape(count, size).copy()
     if t == Type.MXFP4:
@@ -221,7 +221,7 @@ def contents(named: Iterable[gw.Named], s: gw.Shape, types: Types, seed: int) ->
 
 
 def make_target(path: str | Path, s: gw.Shape, types: Types, seed: int = 0) -> None:
-    """Write a random target. The same seed gives the same bytes. Raises ValueError for sizes that a type cannot hold."""
+    """Write a random target; the same seed gives the same bytes. ValueError: sizes that a type cannot hold."""
     tensors = contents(gw.target_tensors(s), s, types, seed)
     tokens, merges = tokenizer(s.vocab)
     w = gguf.GGUFWriter(path, gw.ARCHITECTURE)

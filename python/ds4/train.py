@@ -434,8 +434,8 @@ class Target(Weights):
         s, turns = self.s, self.turn(tokens.shape[1])
         x = self.token_embd.weight[tokens.reshape(-1)].unsqueeze(1).expand(-1, s.streams, -1).contiguous()
         total = torch.zeros(())
-        for b in self.blk:
-            x, _, loss = b(x, tokens, turns[b.ratio > 0], select, teach)
+        for b, ratio in zip(self.blk, s.ratios, strict=True):
+            x, _, loss = b(x, tokens, turns[ratio > 0], select, teach)
             total = total + loss
         y = collapse(x, (self.output_hc_fn, self.output_hc_base, self.output_hc_scale), s)
         return F.linear(rms(y, self.output_norm.weight, s.eps), self.output.weight), x, total
@@ -484,6 +484,7 @@ class Head(Weights):
 
 # ---------------------------------------------------------------- training
 
+
 def orthogonal(g: Tensor) -> Tensor:
     """The nearest matrices (..., m, n) with the singular values all roughly 1."""
     tall = g.shape[-2] > g.shape[-1]
@@ -512,6 +513,7 @@ class Muon(torch.optim.Optimizer):
             for shape, params in shapes.items():
                 moves = []
                 for p in params:
+                    assert p.grad is not None
                     m = self.state[p].setdefault("m", torch.zeros_like(p))
                     m.lerp_(p.grad, 1 - group["momentum"])
                     moves.append(p.grad.lerp(m, group["momentum"]))
@@ -541,9 +543,10 @@ def initialise(m: nn.Module, s: gw.Shape, g: torch.Generator) -> None:
 
 
 def optimisers(m: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside blocks, AdamW for the rest (embedding, output, streams, router, indexer, vectors)."""
+    """Muon for the matrices inside blocks, AdamW for the rest: embedding, output, streams, router, indexer, vectors."""
     apart = ("token_embd", "output.weight", "hc_", "ffn_gate_inp", "_ape", "index")
-    matrices, rest = [], []
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, p in m.named_parameters():
         (rest if p.dim() < 2 or any(k in name for k in apart) else matrices).append(p)
     adam = torch.optim.AdamW(rest, 3e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
@@ -630,15 +633,16 @@ class Trainer:
         logits = logits.view(BATCH, LENGTH, -1)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         (loss + 0.1 * index).backward()
-        trained, draft = [self.target], float("nan")
+        trained: list[nn.Module] = [self.target]
+        draft = float("nan")
         if self.steps % (2 if late else 4) == 0 or part > 0.85:
             trained.append(self.head)
             goal = logits.detach()[:, 1:].softmax(-1)
             depth = 3 if late else 2
             losses = []
-            for m, row in enumerate(self.head.drafts(self.target, streams.detach(), ids, depth)):
-                logp = row[:, m:-1].log_softmax(-1)
-                losses.append(-(goal[:, m:] * logp).sum(-1).mean())
+            for back, row in enumerate(self.head.drafts(self.target, streams.detach(), ids, depth)):
+                logp = row[:, back:-1].log_softmax(-1)
+                losses.append(-(goal[:, back:] * logp).sum(-1).mean())
             torch.stack([x * w for x, w in zip(losses, (1.0, 0.6, 0.4), strict=False)]).sum().backward()
             draft = losses[0].item()
         for m, opts in zip(trained, self.opts, strict=False):
