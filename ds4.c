@@ -2362,8 +2362,8 @@ static const merge_slot *merge_find(const tokenizer *t, int32_t left, int32_t ri
     return NULL;
 }
 
-/* A merge of or into something that is no ordinary token can never apply and is passed over (small test vocabularies
- * carry one for form's sake). Of a pair listed twice the first counts. */
+/* A merge of what is no token, or into a control token, never applies and is passed over (small test vocabularies carry one
+ * for form's sake). Of a pair listed twice the first is found first and counts. */
 static int tok_merges(tokenizer *t, const tok_source *src, const unsigned char *is_control) {
     const text_index *x = &t->index;
     const str none = str_of("");
@@ -2378,8 +2378,7 @@ static int tok_merges(tokenizer *t, const tok_source *src, const unsigned char *
             return fail("tokenizer.ggml.merges[%zu] is not two tokens with a space between", i);
         str l = {m.p, left_n}, r = {gap + 1, right_n};
         int32_t left = text_find(x, l, none), right = text_find(x, r, none), made = text_find(x, l, r);
-        if (left < 0 || right < 0 || made < 0 || is_control[left] || is_control[right] || is_control[made]) continue;
-        if (merge_find(t, left, right)) continue;
+        if (left < 0 || right < 0 || made < 0 || is_control[made]) continue;
         size_t at = merge_home(t, merge_key(left, right)), k = 0;
         while (t->merges[at].key && ++k < MAX_PROBES) at = (at + 1) & t->merge_mask;
         if (t->merges[at].key) return fail("tokenizer.ggml.merges[%zu]: too many merges with one hash", i);
@@ -2899,11 +2898,10 @@ static int chat_assistant(chat_writer *w, const chat_message *m, bool with_reaso
 
 static int chat_turns(chat_writer *w, const chat_message *m, size_t n, think_mode think) {
     bool in_user = false, tools = false;
-    size_t last_user = 0; /* one past its index: what follows it keeps its reasoning */
+    size_t last_user = 0; /* one past its index; what follows keeps its reasoning, and where there are tools, everything does */
     for (size_t i = 0; i < n; i++) {
-        bool is_tool = !strcmp(m[i].role, "tool");
-        tools = tools || is_tool || m[i].tools || m[i].n_calls;
-        if (is_tool || !strcmp(m[i].role, "user") || !strcmp(m[i].role, "developer")) last_user = i + 1;
+        tools = tools || !strcmp(m[i].role, "tool") || m[i].tools || m[i].n_calls;
+        if (!strcmp(m[i].role, "user") || !strcmp(m[i].role, "developer")) last_user = i + 1;
     }
     for (size_t i = 0; i < n; i++) {
         if (!strcmp(m[i].role, "system")) continue;
@@ -4952,7 +4950,6 @@ static int lock_memory(const gguf *g) {
 static int check_sizes(const ds4_engine *e, const ds4_cfg *cfg) {
     const config *c = &e->model->c;
     if (cfg->ctx > c->context_length) return fail("ctx is %d; %s was made for at most %d", cfg->ctx, e->model_path, c->context_length);
-    if (cfg->max_rewind > e->ctx) return fail("max_rewind is %d; expected at most the context, %d", cfg->max_rewind, e->ctx);
     if (e->kv_type == DS4_KV_FP8 && (c->head_dim - c->rope_dim) % 64)
         return fail("kv type fp8 needs rows whose part without rotation is a multiple of 64; %s has %d", e->model_path, c->head_dim - c->rope_dim);
     return 0;
@@ -4966,6 +4963,7 @@ static int engine_start(ds4_engine *e, const ds4_cfg *cfg) {
     if (!(e->model = model_load(cfg->model_path, cfg->mtp_path, cfg->mtp_internal))) return -1;
     const config *c = &e->model->c;
     e->ctx = cfg->ctx ? cfg->ctx : min_int(c->context_length, 32768);
+    e->max_rewind = min_int(cfg->max_rewind, e->ctx);
     if (check_sizes(e, cfg) || load_tokenizer(e, cfg->raw_vocab_ok)) return -1;
     str name = meta_string(e->model->file, "general.name");
     if (!(e->name = mem_new(name.n + 1))) return -1;
@@ -4990,7 +4988,6 @@ ds4_engine *ds4_engine_new(const ds4_cfg *cfg) {
     if (!e) return NULL;
     pthread_mutex_init(&e->run, NULL);
     e->kv_type = cfg->kv_type;
-    e->max_rewind = cfg->max_rewind;
     e->chunk = cfg->prefill_chunk;
     e->draft = cfg->mtp_draft;
     e->margin = cfg->mtp_margin;

@@ -68,7 +68,7 @@ typedef struct {
     int threads;                       /* 0: the processors this process may use */
     ds4_kv_type kv_type;               /* rows of the attention caches (f16) */
     int prefill_chunk;                 /* most rows of one pass, 1 to 4096 (256) */
-    int max_rewind;                    /* how many tokens a session can go back, 0 to ctx (64) */
+    int max_rewind;                    /* how many tokens a session can go back; at most ctx counts (64) */
     bool mlock;                        /* lock the mapped weights in memory */
     bool raw_vocab_ok;                 /* accept a file without a usable tokenizer: token ids only */
     const char *isa;                   /* kernels: NULL or "auto", "scalar", "avx2", "avx512"; all give the same bits */

@@ -658,15 +658,18 @@ static void say_notes(const App *app) {
     if (!head && (opt->draft || opt->margin >= 0)) note("without a head (--mtp FILE or --glm-mtp) nothing is drafted");
     if (head && opt->cfg.gen.temperature > 0)
         note("speculation is off: it is greedy only, and --temp is %g", (double)opt->cfg.gen.temperature);
-    char text[64] = "";
     if (app->info.base_model) {
         if (opt->think != DS4_THINK_OFF) note("the model has no chat template: it does not know how to think");
         return;
     }
     if (app->info.template_is_v4 || opt->raw_prompt || opt->rendered || opt->prompt_ids || opt->inspect || opt->perplexity)
         return;
-    ds4_engine_meta(app->engine, "tokenizer.chat_template", text, sizeof text - 20);
-    text[strcspn(text, "\r\n")] = 0;
+    char text[48] = "";
+    ds4_engine_meta(app->engine, "tokenizer.chat_template", text, sizeof text);
+    size_t shown = 0, n = strlen(text);        /* its beginning, as far as that is one line of text */
+    for (uint32_t code; shown < n && utf8_next(text + shown, n - shown, &code) > 0 && code >= 0x20 && code != 0x7f; )
+        shown += (size_t)utf8_next(text + shown, n - shown, &code);
+    text[shown] = 0;
     warn("warning: ", "the model's chat template (\"%s...\") is not DeepSeek-V4's, whose turns are used all the same; "
          "see --rendered", text);
 }

@@ -27,7 +27,7 @@ const char *const ds4_help_cli[] = {
 "\nSpeculation (greedy text only: with --temp above 0 it is off, and a note says so)\n"
 "      --mtp FILE         head GGUF for the target, in ds4's or llama.cpp's layout (none)\n"
 "      --glm-mtp          use the head inside the target's own file (off); greedy only\n"
-"      --mtp-draft N      tokens drafted ahead each cycle, 1 to 16 (1); 2 pays with most heads\n"
+"      --mtp-draft N      tokens drafted ahead each cycle, 1 to 16 (1)\n"
 "      --mtp-margin F     lead in logits, 0 to 1000, that a drafted token needs over the runner-up to be taken from the\n"
 "                         batch (3.0); 0 takes every match. It trades speed only, never the text.\n",
 

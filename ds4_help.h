@@ -2,8 +2,8 @@
 #ifndef DS4_HELP_H
 #define DS4_HELP_H
 
-/* What `ds4 --help` prints, group by group, ended by NULL. A program's defaults are stated here and nowhere else; the tests
- * compare them with ds4_default_cfg() and see that no option is missing. */
+/* What `ds4 --help` prints, group by group, ended by NULL. It states every default; the tests compare these with the ones in
+ * use and see that no option is missing. */
 extern const char *const ds4_help_cli[];
 /* What /help prints in the chat. */
 extern const char ds4_help_chat[];

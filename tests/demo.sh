@@ -21,7 +21,7 @@ done
 cat "$dir/plain.txt"
 echo
 echo "the three outputs are identical"
-best() { sed -n 's/.*"generation_tokens_per_second": *\([0-9.]*\).*/\1/p' "$dir/$1".*.json | sort -n | tail -1; }
+best() { sed -n 's/.*"generation_tokens_per_s": *\([0-9.]*\).*/\1/p' "$dir/$1".*.json | sort -n | tail -1; }
 plain=$(best plain)
 for name in plain margin3 margin0; do
     case $name in plain) label="plain" ;; margin3) label="--mtp-draft 2 --mtp-margin 3.0" ;; margin0) label="--mtp-draft 2 --mtp-margin 0" ;; esac

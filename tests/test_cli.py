@@ -376,7 +376,7 @@ def test_rendering(cli: Cli, talker: Path) -> None:
 
 def test_a_foreign_chat_template_is_named(cli: Cli, talker: Path, tmp_path: Path) -> None:
     other = with_metadata(
-        cli.model, tmp_path / "other.gguf", "tokenizer.chat_template", "{% for m in messages %}<|im_start|>"
+        cli.model, tmp_path / "other.gguf", "tokenizer.chat_template", "{% for m in messages %}é\n<|im_start|>"
     )
     warning = cli("-p", "a", "-n", 1, model=other).stderr.decode()
     assert "warning" in warning and "chat template" in warning and "for m in messages" in warning
@@ -874,8 +874,8 @@ def test_a_pipe_sees_no_progress(cli: Cli) -> None:
 
 
 def test_a_terminal_sees_progress_and_then_only_the_text(cli: Cli) -> None:
-    prompt = (PROMPT + " ") * 750
-    args = ["-p", prompt, "-n", 4, "-t", 1, "--isa", "scalar", "--prefill-chunk", 16, "-c", 4096]
+    prompt = (PROMPT + " ") * 25
+    args = ["-p", prompt, "-n", 4, "-t", 1, "--isa", "scalar", "--prefill-chunk", 8]
     terminal = Terminal([cli.program, "-m", cli.model, *args])
     terminal.until(r"\rprompt \[[#.]{30}\] +\d+% of \d+")
     shown = terminal.until(r"\r\x1b\[K[^\r\x1b]+\r\n$")

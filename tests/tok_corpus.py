@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # Article 1 of the Universal Declaration of Human Rights, or words near it, in scripts that split differently.
 PROSE = [
@@ -34,38 +34,34 @@ CODE = [
 EMOJI = ["😀", "👍🏽", "👨‍👩‍👧‍👦", "🏳️‍🌈", "🇩🇪🇫🇷", "❤️", "☕", "1️⃣", "🧑🏿‍🚀", "™", "©️", "♀", "\u200d", "\ufe0f"]
 SPACE = list(" \t\n\r\v\f\x1c\x1f\x85\xa0\u1680\u180e\u2000\u2003\u200a\u200b\u2028\u2029\u202f\u205f\u3000\ufeff")
 MARKS = list("\u0301\u0308\u20dd\u0e31\u093f\u0e4d\u3099\u309a\ufe0f")
-DIGITS = list("0123456789") + ["٣", "४", "৭", "Ⅷ", "½", "²", "①", "〇", "一", "𝟜", "٪"]
+DIGITS = [*"0123456789", "٣", "४", "৭", "Ⅷ", "½", "²", "①", "〇", "一", "𝟜", "٪"]
 SIGNS = list("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~") + list("«»“”‘’—…、。「」·¿€£¥±×÷≠∞→│█゠・ー゛゜")
-CONTROLS = [chr(c) for c in range(32)] + ["\x7f", "\x80", "\x9f", "\u00ad", "\u061c", "\u2066", "\ue000", "\uffff", "\U000e0041", "\U0010ffff"]
-ENGLISH = "the of and to in is you that it's I'm don't we've THE HTTPServer camelCase naïve co-op e.g. U.S.A.".split()
+CONTROLS = [*map(chr, range(32)), *"\x7f\x80\x9f\u00ad\u061c\u2066\ue000\uffff\U000e0041\U0010ffff"]
+ENGLISH = ["the", "of", "and", "it's", "I'm", "don't", "we've", "THE", "HTTPServer", "camelCase", "naïve", "co-op", "e.g.", "U.S.A."]
 
 
 def texts(seed: int, count: int) -> Iterator[str]:
     """count short texts, each a run of pieces of one or several kinds."""
     rng = random.Random(seed)
 
-    def prose() -> str:
-        text = rng.choice(PROSE)
-        a = rng.randrange(len(text))
-        return text[a : a + rng.randrange(1, 30)]
-
-    def code() -> str:
-        text = rng.choice(CODE)
-        a = rng.randrange(len(text))
-        return text[a : a + rng.randrange(1, 30)]
-
-    def run() -> str:
-        return rng.choice(rng.choice([SPACE, SIGNS, DIGITS, ["a", "Z", "é", "中", "の", "ก", "😀", "\x00"]])) * rng.randrange(1, 20)
+    def part(of: list[str]) -> str:
+        text = rng.choice(of)
+        at = rng.randrange(len(text))
+        return text[at : at + rng.randrange(1, 30)]
 
     def some(of: list[str], most: int) -> str:
         return "".join(rng.choice(of) for _ in range(rng.randrange(1, most)))
 
-    makers = [
-        prose, code, run,
+    def anything() -> str:
+        first, last = rng.choice([(0x20, 0x3000), (0x3000, 0xD800), (0xE000, 0x20000)])
+        return "".join(chr(rng.randrange(first, last)) for _ in range(rng.randrange(1, 8)))
+
+    kinds = [SPACE, SIGNS, DIGITS, ["a", "Z", "é", "中", "の", "ก", "😀", "\x00"]]
+    makers: list[Callable[[], str]] = [
+        lambda: part(PROSE), lambda: part(CODE), anything, lambda: rng.choice(rng.choice(kinds)) * rng.randrange(1, 20),
         lambda: some(SPACE, 6), lambda: some(DIGITS, 9), lambda: some(SIGNS, 5), lambda: some(EMOJI, 4),
         lambda: some(CONTROLS, 4), lambda: some(MARKS, 3), lambda: some(["\r", "\n", " ", "\r\n"], 6),
         lambda: rng.choice(["", " "]) + rng.choice(ENGLISH), lambda: rng.choice(["'", "’"]) + rng.choice(["s", "t", "re", "LL", "é"]),
-        lambda: "".join(chr(rng.choice([rng.randrange(0x20, 0x3000), rng.randrange(0x3000, 0xD800), rng.randrange(0xE000, 0x20000)])) for _ in range(rng.randrange(1, 8))),
     ]  # fmt: skip
     for _ in range(count):
         if rng.random() < 0.2:
@@ -92,7 +88,17 @@ def every_code_point() -> Iterator[str]:
 def broken_utf8(seed: int, count: int) -> Iterator[bytes]:
     """Byte strings that are mostly text, with bytes inserted, dropped and changed."""
     rng = random.Random(seed)
-    odd = [b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xe4\xb8", b"\x80", b"\xf0\x9f\x98", b"\xc3", b"\xf8\x88\x80\x80\x80"]
+    odd = [
+        b"\xff",
+        b"\xc0\x80",
+        b"\xed\xa0\x80",
+        b"\xf4\x90\x80\x80",
+        b"\xe4\xb8",
+        b"\x80",
+        b"\xf0\x9f\x98",
+        b"\xc3",
+        b"\xf8\x88\x80\x80\x80",
+    ]
     for text in texts(seed, count):
         data = bytearray(text.encode())
         for _ in range(rng.randrange(1, 6)):

@@ -59,6 +59,7 @@ SPLITS = [
 ]
 LENGTH = 1024  # tokens of a training sequence
 BATCH = 2
+HEART_CHAPTERS, HEART_SHARE = 25, 0.4  # the first chapters are read far more often, until the model knows them by heart
 COMPILE = os.environ.get("TORCHDYNAMO_DISABLE") != "1"
 
 
@@ -582,6 +583,7 @@ class Trainer:
             self.tok = train_tokenizer(seen, SHAPE.vocab)
             self.tok.save(str(path))
         self.train, self.val = self.encode(seen), self.encode(self.held)
+        self.heart = len(self.encode(seen[:HEART_CHAPTERS]))
         self.log = (out / "train.log").open("a")
 
     def encode(self, texts: list[str]) -> Tensor:
@@ -617,7 +619,8 @@ class Trainer:
 
     def sample(self) -> Tensor:
         """A batch (BATCH, LENGTH) of training text, BOS first as in a prompt."""
-        starts = torch.randint(0, len(self.train) - LENGTH, (BATCH,), generator=self.rng).tolist()
+        spans = torch.where(torch.rand(BATCH, generator=self.rng) < HEART_SHARE, self.heart, len(self.train)) - LENGTH
+        starts = (torch.rand(BATCH, generator=self.rng) * spans).long().tolist()
         ids = torch.stack([self.train[i : i + LENGTH] for i in starts])
         ids[:, 0] = gw.BOS
         return ids
