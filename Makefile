@@ -65,6 +65,27 @@ check-c: build/test_api build/test_api_shared
 	build/test_api tests/data/tiny/target.gguf tests/data/tiny/head-ds4.gguf
 	build/test_api_shared tests/data/tiny/target.gguf tests/data/tiny/head-ds4.gguf
 
+# Warnings as errors, with every compiler that is installed; aarch64 is compiled, not run.
+check-portable: | build
+	@for cc in gcc clang clang-19 aarch64-linux-gnu-gcc; do \
+	    command -v $$cc >/dev/null || { echo "$$cc: not installed"; continue; }; \
+	    for f in ds4 ds4_cli ds4_help; do \
+	        $$cc -O2 $(EXACT) $(WARN) -Werror -c $$f.c -o build/portable.o || exit 1; \
+	    done; \
+	    echo "$$cc: ok"; \
+	done
+
+# The C test under valgrind, and under ASan and UBSan.
+TINY = tests/data/tiny/target.gguf tests/data/tiny/head-ds4.gguf
+check-memory: build/test_api
+	@if command -v valgrind >/dev/null; then \
+	    valgrind -q --error-exitcode=1 --leak-check=full --errors-for-leak-kinds=all build/test_api $(TINY); \
+	else echo "valgrind: not installed"; fi
+	@if command -v clang-19 >/dev/null; then \
+	    clang-19 -O1 -g $(EXACT) -fsanitize=address,undefined -fno-sanitize-recover=all -I. tests/test_api.c ds4.c -o build/test_api_asan -lm && \
+	    build/test_api_asan $(TINY); \
+	else echo "clang-19: not installed"; fi
+
 test: all check-c build/hooks.so $(VENV)/ready
 	$(VENV)/bin/python -m pytest -q tests
 
@@ -74,4 +95,4 @@ demo: all
 clean:
 	rm -rf build ds4 libds4.a libds4.so
 
-.PHONY: all install check-c test demo clean
+.PHONY: all install check-c check-portable check-memory test demo clean

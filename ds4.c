@@ -739,8 +739,7 @@ static const type_info type_table[] = {
 };
 
 /* A tensor type this engine reads, or NULL. */
-static const type_info *type_find(uint32_t id)
-{
+static const type_info *type_find(uint32_t id) {
     for (size_t i = 0; i < sizeof type_table / sizeof *type_table; i++)
         if (type_table[i].id == id)
             return &type_table[i];
@@ -748,8 +747,7 @@ static const type_info *type_find(uint32_t id)
 }
 
 /* The name of any GGUF tensor type, so that an error can say what a file holds; never NULL. */
-static const char *type_name(uint32_t id)
-{
+static const char *type_name(uint32_t id) {
     static const char *const names[] = {
         "F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
         "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16",
@@ -804,6 +802,9 @@ ALWAYS_INLINE double double_of(uint64_t u) { double x; memcpy(&x, &u, 8); return
 ALWAYS_INLINE uint16_t load_u16(const uint8_t *p) { uint16_t u; memcpy(&u, p, 2); return u; }
 ALWAYS_INLINE uint32_t load_u32(const uint8_t *p) { uint32_t u; memcpy(&u, p, 4); return u; }
 
+/* Without a branch, so that loops over it vectorise whatever made the two. */
+ALWAYS_INLINE uint32_t select_bits(bool yes, uint32_t a, uint32_t b) { return b ^ ((a ^ b) & (0u - (uint32_t)yes)); }
+
 #define NAN_BITS 0x7fc00000u
 #define INF_BITS 0x7f800000u
 
@@ -811,25 +812,21 @@ ALWAYS_INLINE uint32_t load_u32(const uint8_t *p) { uint32_t u; memcpy(&u, p, 4)
 #define ROUNDER 12582912.0f
 
 /* As the hardware does it: a NaN keeps its high bits and becomes quiet. */
-ALWAYS_INLINE float f16_to_f32(uint32_t h)
-{
+ALWAYS_INLINE float f16_to_f32(uint32_t h) {
     uint32_t sign = (h & 0x8000) << 16, em = h & 0x7fff;
     uint32_t normal = (em << 13) + (112u << 23);
     uint32_t special = (em << 13) | INF_BITS | (em > 0x7c00 ? 0x400000u : 0u);
     uint32_t tiny = bits_of((float)(int32_t)em * 0x1p-24f);
-    uint32_t u = em >= 0x7c00 ? special : em >= 0x400 ? normal : tiny;
-    return float_of(sign | u);
+    return float_of(sign | select_bits(em >= 0x7c00, special, select_bits(em >= 0x400, normal, tiny)));
 }
 
-ALWAYS_INLINE uint16_t f32_to_f16(float x)
-{
+ALWAYS_INLINE uint16_t f32_to_f16(float x) {
     uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000, a = u & 0x7fffffff;
     uint32_t normal = ((a + 0xfff + ((a >> 13) & 1)) >> 13) - (112u << 10);
     normal = normal < 0x7c00 ? normal : 0x7c00;
     uint32_t tiny = bits_of(float_of(a) + 0.5f) - 0x3f000000u;          /* the addition rounds to a multiple of 2^-24 */
     uint32_t nan = 0x7e00 | ((a >> 13) & 0x3ff);
-    uint32_t h = a > INF_BITS ? nan : a >= 0x38800000u ? normal : tiny;
-    return (uint16_t)(sign | h);
+    return (uint16_t)(sign | select_bits(a > INF_BITS, nan, select_bits(a >= 0x38800000u, normal, tiny)));
 }
 
 ALWAYS_INLINE float bf16_to_f32(uint32_t h) { return float_of(h << 16); }
@@ -841,8 +838,7 @@ ALWAYS_INLINE float mxfp4_scale(uint32_t e) { return float_of(e < 2 ? 0x00200000
 
 /* e^x within 1 ulp, subnormal results rounded once; -inf gives 0, overflow inf, NaN NaN.
  * x = n ln2 + r; the polynomial is (e^r - 1 - r)/r^2 on |r| <= ln2/2, fitted for this file (3.2e-9). */
-ALWAYS_INLINE float f_exp(float x)
-{
+ALWAYS_INLINE float f_exp(float x) {
     float c = x > 89.0f ? 89.0f : x;
     c = c < -105.0f ? -105.0f : c;
     float t = __builtin_fmaf(c, 0x1.715476p+0f, ROUNDER), n = t - ROUNDER;
@@ -865,8 +861,7 @@ ALWAYS_INLINE float f_exp(float x)
 ALWAYS_INLINE float f_sigmoid(float x) { return 1.0f / (1.0f + f_exp(-x)); }
 
 /* e^x in double, for |x| < 700: tables made once, not inner loops. */
-static double d_exp(double x)
-{
+static double d_exp(double x) {
     static const double inverse_factorial[] = {
         1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800,
         1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800.0,
@@ -884,8 +879,7 @@ static double d_exp(double x)
 }
 
 /* ln x in double, for normal x > 0: x = 2^e m, ln m = 2 atanh((m-1)/(m+1)) by its series. */
-static double d_log(double x)
-{
+static double d_log(double x) {
     uint64_t u;
     memcpy(&u, &x, 8);
     if (!(x > 0) || (u >> 52) == 0x7ff)
@@ -903,8 +897,7 @@ static double d_log(double x)
 }
 
 /* ln(1 + e^x), computed in double: the router's choice of experts hangs on it. */
-static float f_softplus(float x)
-{
+static float f_softplus(float x) {
     if (x != x || x > 60.0f)
         return x;
     double e = d_exp(x > 0 ? -(double)x : (double)x), u = 1.0 + e;
@@ -914,8 +907,7 @@ static float f_softplus(float x)
 
 /* Sine and cosine of an angle in radians, to double accuracy for |a| <= 2^21 or so (a rotary angle at the largest
  * position): the angle is reduced by multiples of pi/2 in three parts, each product exact. */
-static void d_sincos(double a, double *s, double *c)
-{
+static void d_sincos(double a, double *s, double *c) {
     static const double ps[] = { 1.0, -1.0 / 6, 1.0 / 120, -1.0 / 5040, 1.0 / 362880, -1.0 / 39916800,
                                  1.0 / 6227020800.0, -1.0 / 1307674368000.0, 1.0 / 355687428096000.0 };
     static const double pc[] = { 1.0, -1.0 / 2, 1.0 / 24, -1.0 / 720, 1.0 / 40320, -1.0 / 3628800, 1.0 / 479001600,
@@ -943,21 +935,19 @@ static void d_sincos(double a, double *s, double *c)
 /* One block of weights: value i is d * scale[i/16] * q[i] - dmin * min[i/16]. Blocks of 32 use no scale and no min.
  * The largest sum over a block, 256 * 127 * 32 * 128 for Q6_K, is a sixteenth of what an int32 holds. */
 typedef struct {
-    int8_t q[256];
+    _Alignas(32) int8_t q[256];
     int16_t scale[16], min[16];
     float d, dmin;
 } wblock;
 
 ALWAYS_INLINE bool type_has_min(uint32_t type) { return type == T_Q2_K || type == T_Q4_K || type == T_Q5_K; }
 
-ALWAYS_INLINE void unpack_q8_0(const uint8_t *b, wblock *u)
-{
+ALWAYS_INLINE void unpack_q8_0(const uint8_t *b, wblock *u) {
     u->d = f16_to_f32(load_u16(b));
     memcpy(u->q, b + 2, 32);
 }
 
-ALWAYS_INLINE void unpack_q4_0(const uint8_t *b, wblock *u)
-{
+ALWAYS_INLINE void unpack_q4_0(const uint8_t *b, wblock *u) {
     u->d = f16_to_f32(load_u16(b));
     for (int i = 0; i < 16; i++) {
         u->q[i] = (int8_t)((b[2 + i] & 15) - 8);
@@ -965,8 +955,7 @@ ALWAYS_INLINE void unpack_q4_0(const uint8_t *b, wblock *u)
     }
 }
 
-ALWAYS_INLINE void unpack_mxfp4(const uint8_t *b, wblock *u)
-{
+ALWAYS_INLINE void unpack_mxfp4(const uint8_t *b, wblock *u) {
     static const int8_t e2m1[16] = { 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12 };     /* doubled */
     u->d = mxfp4_scale(b[0]);
     for (int i = 0; i < 16; i++) {
@@ -976,8 +965,7 @@ ALWAYS_INLINE void unpack_mxfp4(const uint8_t *b, wblock *u)
 }
 
 /* scales and minimums of 4 bits [16], 2-bit values [64], d, dmin */
-ALWAYS_INLINE void unpack_q2_k(const uint8_t *b, wblock *u)
-{
+ALWAYS_INLINE void unpack_q2_k(const uint8_t *b, wblock *u) {
     for (int i = 0; i < 16; i++) {
         u->scale[i] = b[i] & 15;
         u->min[i] = b[i] >> 4;
@@ -991,8 +979,7 @@ ALWAYS_INLINE void unpack_q2_k(const uint8_t *b, wblock *u)
 }
 
 /* high bits [32], low 2 bits [64], 16 scales of 6 bits [12], d */
-ALWAYS_INLINE void unpack_q3_k(const uint8_t *b, wblock *u)
-{
+ALWAYS_INLINE void unpack_q3_k(const uint8_t *b, wblock *u) {
     const uint8_t *low = b + 32, *s = b + 96;
     for (int i = 0; i < 16; i++) {
         int lo = i < 8 ? s[i] & 15 : s[i - 8] >> 4, hi = (s[8 + (i & 3)] >> (2 * (i >> 2))) & 3;
@@ -1006,8 +993,7 @@ ALWAYS_INLINE void unpack_q3_k(const uint8_t *b, wblock *u)
 }
 
 /* The 8 scales and 8 minimums of 6 bits that Q4_K and Q5_K keep in 12 bytes, each for 32 values. */
-ALWAYS_INLINE void unpack_k_scales(const uint8_t *s, wblock *u)
-{
+ALWAYS_INLINE void unpack_k_scales(const uint8_t *s, wblock *u) {
     for (int i = 0; i < 4; i++) {
         u->scale[2 * i] = u->scale[2 * i + 1] = s[i] & 63;
         u->min[2 * i] = u->min[2 * i + 1] = s[4 + i] & 63;
@@ -1017,8 +1003,7 @@ ALWAYS_INLINE void unpack_k_scales(const uint8_t *s, wblock *u)
 }
 
 /* d, dmin, scales [12], 4-bit values [128] */
-ALWAYS_INLINE void unpack_q4_k(const uint8_t *b, wblock *u)
-{
+ALWAYS_INLINE void unpack_q4_k(const uint8_t *b, wblock *u) {
     u->d = f16_to_f32(load_u16(b));
     u->dmin = f16_to_f32(load_u16(b + 2));
     unpack_k_scales(b + 4, u);
@@ -1030,8 +1015,7 @@ ALWAYS_INLINE void unpack_q4_k(const uint8_t *b, wblock *u)
 }
 
 /* d, dmin, scales [12], high bits [32], low 4 bits [128] */
-ALWAYS_INLINE void unpack_q5_k(const uint8_t *b, wblock *u)
-{
+ALWAYS_INLINE void unpack_q5_k(const uint8_t *b, wblock *u) {
     u->d = f16_to_f32(load_u16(b));
     u->dmin = f16_to_f32(load_u16(b + 2));
     unpack_k_scales(b + 4, u);
@@ -1044,14 +1028,13 @@ ALWAYS_INLINE void unpack_q5_k(const uint8_t *b, wblock *u)
 }
 
 /* low 4 bits [128], high 2 bits [64], scales [16], d */
-ALWAYS_INLINE void unpack_q6_k(const uint8_t *b, wblock *u)
-{
+ALWAYS_INLINE void unpack_q6_k(const uint8_t *b, wblock *u) {
     for (int h = 0; h < 2; h++)
-        for (int i = 0; i < 64; i++) {
-            int low = b[64 * h + i], high = b[128 + 32 * h + (i & 31)] >> (i < 32 ? 0 : 2);
-            u->q[128 * h + i] = (int8_t)(((low & 15) | (high & 3) << 4) - 32);
-            u->q[128 * h + 64 + i] = (int8_t)(((low >> 4) | ((high >> 4) & 3) << 4) - 32);
-        }
+        for (int k = 0; k < 4; k++)
+            for (int i = 0; i < 32; i++) {
+                int low = (b[64 * h + 32 * (k & 1) + i] >> (k < 2 ? 0 : 4)) & 15, high = (b[128 + 32 * h + i] >> (2 * k)) & 3;
+                u->q[128 * h + 32 * k + i] = (int8_t)((low | high << 4) - 32);
+            }
     for (int i = 0; i < 16; i++)
         u->scale[i] = (int8_t)b[192 + i];
     u->d = f16_to_f32(load_u16(b + 208));
@@ -1059,8 +1042,7 @@ ALWAYS_INLINE void unpack_q6_k(const uint8_t *b, wblock *u)
 
 /* d, then for 32 values each: 4 code words of 8 magnitudes [4 bytes], 4 times 7 sign bits and a 4-bit scale [4 bytes].
  * The value is d/4 * (1/2 + scale) * magnitude = d/8 * (1 + 2 scale) * magnitude. */
-ALWAYS_INLINE void unpack_iq2_xxs(const uint8_t *b, wblock *u)
-{
+ALWAYS_INLINE void unpack_iq2_xxs(const uint8_t *b, wblock *u) {
     u->d = f16_to_f32(load_u16(b)) * 0.125f;
     for (int g = 0; g < 8; g++) {
         const uint8_t *code = b + 2 + 8 * g;
@@ -1080,8 +1062,7 @@ ALWAYS_INLINE void unpack_iq2_xxs(const uint8_t *b, wblock *u)
     }
 }
 
-ALWAYS_INLINE void unpack(uint32_t type, const uint8_t *b, wblock *u)
-{
+ALWAYS_INLINE void unpack(uint32_t type, const uint8_t *b, wblock *u) {
     switch (type) {
     case T_Q8_0: unpack_q8_0(b, u); break;
     case T_Q4_0: unpack_q4_0(b, u); break;
@@ -1098,8 +1079,7 @@ ALWAYS_INLINE void unpack(uint32_t type, const uint8_t *b, wblock *u)
 
 /* ---- 4.5 Bodies, one for all instruction sets -------------------------------------------------------------------- */
 
-ALWAYS_INLINE float join_lanes(const float *acc)
-{
+ALWAYS_INLINE float join_lanes(const float *acc) {
     float t[8];
     for (int l = 0; l < 8; l++)
         t[l] = acc[l] + acc[l + 8];
@@ -1108,23 +1088,10 @@ ALWAYS_INLINE float join_lanes(const float *acc)
     return (t[0] + t[2]) + (t[1] + t[3]);
 }
 
-ALWAYS_INLINE float dot_body(int64_t n, const float *a, const float *b)
-{
-    float acc[LANES] = { 0 };
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; l++)
-            acc[l] = __builtin_fmaf(a[i + l], b[i + l], acc[l]);
-    for (int l = 0; i + l < n; l++)
-        acc[l] = __builtin_fmaf(a[i + l], b[i + l], acc[l]);
-    return join_lanes(acc);
-}
-
 /* Where value i of an int8 row of n lies. With one scale for 256 values: at i. With one for 32, a group of 16 blocks is
  * stored as 8 words of 4 values from each of its blocks in turn, so that a vector's lanes are blocks and no sum crosses
  * lanes; the last group may have fewer blocks. */
-ALWAYS_INLINE int64_t act_offset(act_kind kind, int64_t n, int64_t i)
-{
+ALWAYS_INLINE int64_t act_offset(act_kind kind, int64_t n, int64_t i) {
     if (kind != ACT_Q32)
         return i;
     int64_t block = i / 32, group = block / LANES, left = n / 32 - group * LANES;
@@ -1132,17 +1099,18 @@ ALWAYS_INLINE int64_t act_offset(act_kind kind, int64_t n, int64_t i)
     return group * (32 * LANES) + (i % 32) / 4 * (4 * lanes) + block % LANES * 4 + i % 4;
 }
 
+#define QUANTISE_MIN 0x05800000u        /* 2^-116 */
+
 /* One block of activations to int8: d = amax/127, q = x * (127/amax), half to even, in natural order.
  * A block that holds a NaN or an infinity gets the scale NaN, so that it reaches the output; one whose largest value is
  * below 2^-116 counts as zero, so that 127/amax is finite. */
-ALWAYS_INLINE float quantise_block(int n, const float *x, int8_t *q)
-{
+ALWAYS_INLINE float quantise_block(int n, const float *x, int8_t *q) {
     uint32_t top = 0;
     for (int i = 0; i < n; i++) {
         uint32_t a = bits_of(x[i]) & 0x7fffffff;
         top = a > top ? a : top;
     }
-    if (top >= INF_BITS || top < 0x05800000u) {
+    if (top >= INF_BITS || top < QUANTISE_MIN) {
         memset(q, 0, (size_t)n);
         return top >= INF_BITS ? float_of(NAN_BITS) : 0.0f;
     }
@@ -1152,30 +1120,38 @@ ALWAYS_INLINE float quantise_block(int n, const float *x, int8_t *q)
     return float_of(top) / 127.0f;
 }
 
-ALWAYS_INLINE void quantise_body(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum)
-{
-    if (kind == ACT_FLOAT)
-        return;
-    const int block = kind == ACT_Q32 ? 32 : 256;
-    for (int64_t b = 0; b < n / block; b++) {
-        int8_t v[256];
-        d[b] = quantise_block(block, x + b * block, v);
-        for (int s = 0; s < block / 16; s++) {
-            int t = 0;
-            for (int i = 0; i < 16; i++)
-                t += v[16 * s + i];
-            sum[b * (block / 16) + s] = (int16_t)t;
-        }
-        if (kind == ACT_Q256)
-            memcpy(q + b * 256, v, 256);
-        else
-            for (int i = 0; i < 32; i += 4)
-                memcpy(q + act_offset(kind, n, b * 32 + i), v + i, 4);
+ALWAYS_INLINE int16_t sum_of_16(const int8_t *q) {
+    int t = 0;
+    for (int i = 0; i < 16; i++)
+        t += q[i];
+    return (int16_t)t;
+}
+
+/* A block of 32 values in natural order to its places in the row. */
+ALWAYS_INLINE void scatter_block(int64_t n, int64_t b, const int8_t *v, int8_t *q) {
+    const int64_t at = act_offset(ACT_Q32, n, b * 32), step = act_offset(ACT_Q32, n, b * 32 + 4) - at;
+    for (int k = 0; k < 8; k++)
+        memcpy(q + at + k * step, v + 4 * k, 4);
+}
+
+ALWAYS_INLINE void quantise_32_body(int64_t n, const float *x, int8_t *q, float *d, int16_t *sum) {
+    for (int64_t b = 0; b < n / 32; b++) {
+        int8_t v[32];
+        d[b] = quantise_block(32, x + b * 32, v);
+        sum[2 * b] = sum_of_16(v);
+        sum[2 * b + 1] = sum_of_16(v + 16);
+        scatter_block(n, b, v, q);
     }
 }
 
-ALWAYS_INLINE void dequantise_body(uint32_t type, int64_t n, const uint8_t *w, float *out)
-{
+ALWAYS_INLINE void quantise_256_body(int64_t n, const float *x, int8_t *q, float *d, int16_t *sum) {
+    for (int64_t b = 0; b < n / 256; b++)
+        d[b] = quantise_block(256, x + b * 256, q + b * 256);
+    for (int64_t i = 0; i < n / 16; i++)
+        sum[i] = sum_of_16(q + i * 16);
+}
+
+ALWAYS_INLINE void dequantise_body(uint32_t type, int64_t n, const uint8_t *w, float *out) {
     const type_info *t = type_find(type);
     if (t == NULL || t->act == ACT_FLOAT) {
         for (int64_t i = 0; i < n; i++)
@@ -1194,14 +1170,12 @@ ALWAYS_INLINE void dequantise_body(uint32_t type, int64_t n, const uint8_t *w, f
     }
 }
 
-ALWAYS_INLINE void axpy_body(int64_t n, float a, const float *x, float *y)
-{
+ALWAYS_INLINE void axpy_body(int64_t n, float a, const float *x, float *y) {
     for (int64_t i = 0; i < n; i++)
         y[i] = __builtin_fmaf(a, x[i], y[i]);
 }
 
-ALWAYS_INLINE void scale_mul_body(int64_t n, float s, const float *x, const float *w, float *y)
-{
+ALWAYS_INLINE void scale_mul_body(int64_t n, float s, const float *x, const float *w, float *y) {
     if (w == NULL)
         for (int64_t i = 0; i < n; i++)
             y[i] = x[i] * s;
@@ -1210,9 +1184,47 @@ ALWAYS_INLINE void scale_mul_body(int64_t n, float s, const float *x, const floa
             y[i] = (x[i] * s) * w[i];
 }
 
+/* A float as an integer of the same order; -0 comes just below 0, NaNs at the ends. */
+ALWAYS_INLINE int32_t order_of(float x) { uint32_t u = bits_of(x); return (int32_t)(u >> 31 ? ~u ^ 0x80000000u : u); }
+ALWAYS_INLINE float of_order(int32_t key) { uint32_t u = (uint32_t)key; return float_of(key < 0 ? ~u ^ 0x80000000u : u); }
+
+ALWAYS_INLINE float sum_body(int64_t n, const float *x) {
+    typedef float eight __attribute__((vector_size(32)));               /* 16 lanes that stay in registers */
+    eight lo = { 0 }, hi = { 0 }, a, b;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        memcpy(&a, x + i, sizeof a);
+        memcpy(&b, x + i + 8, sizeof b);
+        lo += a;
+        hi += b;
+    }
+    float lane[LANES];
+    memcpy(lane, &lo, sizeof lo);
+    memcpy(lane + 8, &hi, sizeof hi);
+    for (int l = 0; i + l < n; l++)
+        lane[l] += x[i + l];
+    return join_lanes(lane);
+}
+
 /* exp(x - max) / (their sum + exp(sink - max)); the sum in lanes, the sink last. NaN or +inf anywhere gives NaN. */
-ALWAYS_INLINE void softmax_step_body(int64_t n, const float *x, const float *v, const float *max, float *sum, float *out)
-{
+ALWAYS_INLINE void softmax_body(int64_t n, float *x, float sink, bool has_sink) {
+    int32_t top = order_of(has_sink ? sink : float_of(0xff800000u));
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t key = order_of(x[i]);
+        top = key > top ? key : top;
+    }
+    const float max = of_order(top);
+    for (int64_t i = 0; i < n; i++)
+        x[i] = f_exp(x[i] - max);
+    float sum = sum_body(n, x);
+    if (has_sink)
+        sum += f_exp(sink - max);
+    const float inverse = 1.0f / sum;                                   /* sum >= 1, for one exponent is 0 */
+    for (int64_t i = 0; i < n; i++)
+        x[i] *= inverse;
+}
+
+ALWAYS_INLINE void softmax_step_body(int64_t n, const float *x, const float *v, const float *max, float *sum, float *out) {
     for (int64_t i = 0; i < n; i++) {
         float e = f_exp(x[i] - max[i]);
         sum[i] += e;
@@ -1220,37 +1232,8 @@ ALWAYS_INLINE void softmax_step_body(int64_t n, const float *x, const float *v, 
     }
 }
 
-ALWAYS_INLINE void softmax_body(int64_t n, float *x, float sink, bool has_sink)
-{
-    float lane[LANES], max = has_sink ? sink : float_of(0xff800000u);
-    for (int l = 0; l < LANES; l++)
-        lane[l] = max;
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; l++)
-            lane[l] = x[i + l] > lane[l] ? x[i + l] : lane[l];
-    for (int l = 0; i + l < n; l++)
-        lane[l] = x[i + l] > lane[l] ? x[i + l] : lane[l];
-    for (int l = 0; l < LANES; l++)
-        max = lane[l] > max ? lane[l] : max;
-    for (i = 0; i < n; i++)
-        x[i] = f_exp(x[i] - max);
-    memset(lane, 0, sizeof lane);
-    for (i = 0; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; l++)
-            lane[l] += x[i + l];
-    for (int l = 0; i + l < n; l++)
-        lane[l] += x[i + l];
-    float sum = join_lanes(lane);
-    if (has_sink)
-        sum += f_exp(sink - max);
-    for (i = 0; i < n; i++)
-        x[i] /= sum;
-}
-
 /* silu(min(gate, L)) * clip(up, -L, L); NaN goes through. */
-ALWAYS_INLINE void swiglu_body(int64_t n, const float *gate, const float *up, float limit, float *out)
-{
+ALWAYS_INLINE void swiglu_body(int64_t n, const float *gate, const float *up, float limit, float *out) {
     for (int64_t i = 0; i < n; i++) {
         float g = gate[i] > limit ? limit : gate[i];
         float u = up[i] > limit ? limit : up[i];
@@ -1259,27 +1242,23 @@ ALWAYS_INLINE void swiglu_body(int64_t n, const float *gate, const float *up, fl
     }
 }
 
-ALWAYS_INLINE void sigmoid_body(int64_t n, const float *x, float *y)
-{
+ALWAYS_INLINE void sigmoid_body(int64_t n, const float *x, float *y) {
     for (int64_t i = 0; i < n; i++)
         y[i] = f_sigmoid(x[i]);
 }
 
-ALWAYS_INLINE void f16_load_body(int64_t n, const uint16_t *x, float *y)
-{
+ALWAYS_INLINE void f16_load_body(int64_t n, const uint16_t *x, float *y) {
     for (int64_t i = 0; i < n; i++)
         y[i] = f16_to_f32(x[i]);
 }
 
-ALWAYS_INLINE void f16_store_body(int64_t n, const float *x, uint16_t *y)
-{
+ALWAYS_INLINE void f16_store_body(int64_t n, const float *x, uint16_t *y) {
     for (int64_t i = 0; i < n; i++)
         y[i] = f32_to_f16(x[i]);
 }
 
 /* FP8 E4M3 has no infinity: both NaN and infinity are stored as its NaN, and only finite values choose the scale. */
-ALWAYS_INLINE void fp8_store_body(int64_t n, const float *x, uint8_t *y, uint8_t *e8m0)
-{
+ALWAYS_INLINE void fp8_store_body(int64_t n, const float *x, uint8_t *y, uint8_t *e8m0) {
     for (int64_t b = 0; b < n / 64; b++) {
         const float *v = x + 64 * b;
         uint32_t top = 0x38d1b717u;                                     /* 1e-4f */
@@ -1298,21 +1277,17 @@ ALWAYS_INLINE void fp8_store_body(int64_t n, const float *x, uint8_t *y, uint8_t
             a = a < 0x43e00000u ? a : 0x43e00000u;                      /* 448, the largest */
             uint32_t normal = ((a + 0x7ffff + ((a >> 20) & 1)) >> 20) - (120u << 3);
             uint32_t tiny = bits_of(float_of(a) + 16384.0f) - bits_of(16384.0f);        /* rounds to a multiple of 2^-9 */
-            uint32_t code = !finite ? 0x7f : a >= 0x3c800000u ? normal : tiny;
-            y[64 * b + i] = (uint8_t)(s | code);
+            y[64 * b + i] = (uint8_t)(s | select_bits(finite, select_bits(a >= 0x3c800000u, normal, tiny), 0x7f));
         }
     }
 }
 
-ALWAYS_INLINE float fp8_to_f32(uint32_t c)
-{
+ALWAYS_INLINE float fp8_to_f32(uint32_t c) {
     uint32_t em = c & 0x7f, normal = (em << 20) + (120u << 23), tiny = bits_of((float)(int32_t)em * 0x1p-9f);
-    uint32_t u = em == 0x7f ? NAN_BITS : em >= 8 ? normal : tiny;
-    return float_of((c & 0x80) << 24 | u);
+    return float_of((c & 0x80) << 24 | select_bits(em == 0x7f, NAN_BITS, select_bits(em >= 8, normal, tiny)));
 }
 
-ALWAYS_INLINE void fp8_load_body(int64_t n, const uint8_t *x, const uint8_t *e8m0, float *y)
-{
+ALWAYS_INLINE void fp8_load_body(int64_t n, const uint8_t *x, const uint8_t *e8m0, float *y) {
     for (int64_t b = 0; b < n / 64; b++) {
         uint32_t e = e8m0[b];
         float scale = float_of(e == 0 ? 0x00400000u : e == 255 ? NAN_BITS : e << 23);
@@ -1321,8 +1296,7 @@ ALWAYS_INLINE void fp8_load_body(int64_t n, const uint8_t *x, const uint8_t *e8m
     }
 }
 
-ALWAYS_INLINE bool all_finite_body(int64_t n, const float *x)
-{
+ALWAYS_INLINE bool all_finite_body(int64_t n, const float *x) {
     uint32_t top = 0;
     for (int64_t i = 0; i < n; i++) {
         uint32_t a = bits_of(x[i]) & 0x7fffffff;
@@ -1332,19 +1306,18 @@ ALWAYS_INLINE bool all_finite_body(int64_t n, const float *x)
 }
 
 /* Two passes that vectorise: the largest value as an ordered integer, then the first index that holds it. */
-ALWAYS_INLINE int64_t argmax_body(int64_t n, const float *x)
-{
+ALWAYS_INLINE int64_t argmax_body(int64_t n, const float *x) {
     int32_t best = INT32_MIN;
     uint32_t top = 0;
     for (int64_t i = 0; i < n; i++) {
-        uint32_t u = bits_of(x[i]), a = u & 0x7fffffff;
-        int32_t key = (int32_t)(u >> 31 ? ~a : u);
+        const uint32_t a = bits_of(x[i]) & 0x7fffffff;
+        const int32_t key = order_of(x[i]);
         best = key > best ? key : best;
         top = a > top ? a : top;
     }
     if (n <= 0 || top >= INF_BITS)
         return -1;
-    float max = float_of(best < 0 ? ~(uint32_t)best | 0x80000000u : (uint32_t)best);
+    const float max = of_order(best);
     for (int64_t i = 0; i < n; i += 64) {
         int64_t end = i + 64 < n ? i + 64 : n;
         uint32_t found = 0;
@@ -1369,8 +1342,7 @@ typedef struct { const float *f[TILE]; const int8_t *q[TILE]; const float *d[TIL
 typedef void tile_fn(TILE_ARGS);
 
 /* Element i onwards of a row of float weights of any kind against a row of activations, after what `acc` holds already. */
-static float float_dot_from(uint32_t type, int64_t n, int64_t i, const uint8_t *w, const float *x, float *acc)
-{
+static float float_dot_from(uint32_t type, int64_t n, int64_t i, const uint8_t *w, const float *x, float *acc) {
     for (; i < n; i += LANES) {
         int64_t lanes = n - i < LANES ? n - i : LANES;
         for (int l = 0; l < lanes; l++) {
@@ -1382,8 +1354,7 @@ static float float_dot_from(uint32_t type, int64_t n, int64_t i, const uint8_t *
     return join_lanes(acc);
 }
 
-ALWAYS_INLINE void float_tile(uint32_t type, TILE_ARGS)
-{
+ALWAYS_INLINE void float_tile(uint32_t type, TILE_ARGS) {
     for (int o = 0; o < n_out; o++)
         for (int j = 0; j < m; j++) {
             float acc[LANES] = { 0 };
@@ -1393,8 +1364,7 @@ ALWAYS_INLINE void float_tile(uint32_t type, TILE_ARGS)
 
 /* Block b of a row of weights against row j of a tile: adds to the block's lane. */
 ALWAYS_INLINE void block_dot(uint32_t type, int block, int64_t n, const wblock *u, const tile_acts *x, int j, int64_t b,
-                             float *acc)
-{
+                             float *acc) {
     const int8_t *q = x->q[j];
     const float scale = x->d[j][b];
     int32_t dot = 0, min = 0;
@@ -1418,8 +1388,7 @@ ALWAYS_INLINE void block_dot(uint32_t type, int block, int64_t n, const wblock *
     }
 }
 
-ALWAYS_INLINE void block_tile(uint32_t type, TILE_ARGS)
-{
+ALWAYS_INLINE void block_tile(uint32_t type, TILE_ARGS) {
     const type_info *t = type_find(type);
     for (int o = 0; o < n_out; o++) {
         float acc[TILE][LANES] = { 0 };
@@ -1437,8 +1406,7 @@ ALWAYS_INLINE void block_tile(uint32_t type, TILE_ARGS)
 /* The products of all rows, tile by tile: few weight rows at a time, so that they stay in the first cache while the
  * activations pass, and a tile of activations in the second. */
 static void mat_tiles(tile_fn *tile, int block, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,
-                      const int32_t *rows, int m, float *out, size_t ldo)
-{
+                      const int32_t *rows, int m, float *out, size_t ldo) {
     const int step = m <= TILE ? n_out : 8;
     for (int o = 0; o < n_out; o += step)
         for (int j = 0; j < m; j += TILE) {
@@ -1459,11 +1427,21 @@ static void mat_tiles(tile_fn *tile, int block, int64_t n, const uint8_t *w, siz
         }
 }
 
+/* out[h*ldo] = dot(q + h*ldq, row), with the tile for F32 weights: the row's numbers are the weights. */
+static void dot_tiles(tile_fn *tile, int64_t n, const float *q, int64_t ldq, int m, const float *row, float *out, int64_t ldo) {
+    tile_acts t;
+    for (int h = 0; h < m; h += TILE) {
+        const int count = m - h < TILE ? m - h : TILE;
+        for (int k = 0; k < count; k++)
+            t.f[k] = q + (h + k) * ldq;
+        tile(n, (const uint8_t *)(const void *)row, 0, 1, &t, count, out + h * ldo, (size_t)ldo);
+    }
+}
+
 /* The tiles of every type, for one instruction set. */
 typedef struct { tile_fn *f32, *f16, *bf16, *q4_0, *q8_0, *mxfp4, *q2_k, *q3_k, *q4_k, *q5_k, *q6_k, *iq2_xxs; } tile_set;
 
-static tile_fn *tile_for(const tile_set *s, uint32_t type)
-{
+static tile_fn *tile_for(const tile_set *s, uint32_t type) {
     switch (type) {
     case T_F16: return s->f16;
     case T_BF16: return s->bf16;
@@ -1503,14 +1481,347 @@ static tile_fn *tile_for(const tile_set *s, uint32_t type)
 
 TILE_SET(scalar, , float_tile, block_tile, block_tile)
 
-/* ---- 4.7 Matrix products with AVX-512 (VNNI) ---------------------------------------------------------------------- */
+/* ---- 4.7 Matrix products with AVX2 ------------------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+#define TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define INLINE_256 ALWAYS_INLINE TARGET_AVX2
+
+/* 16 lanes as two vectors of 8. */
+typedef struct { __m256 lo, hi; } floats256;
+
+INLINE_256 float join_256(floats256 a) {
+    const __m256 h = _mm256_add_ps(a.lo, a.hi);
+    __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+
+/* 8 weights of a float type. */
+INLINE_256 __m256 load_floats_256(uint32_t type, const uint8_t *w, int64_t i) {
+    if (type == T_F32)
+        return _mm256_loadu_ps((const float *)(const void *)(w + 4 * i));
+    const __m128i h = _mm_loadu_si128((const void *)(w + 2 * i));
+    return type == T_F16 ? _mm256_cvtph_ps(h) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+
+/* O rows of float weights against J rows of activations, the sums in registers. */
+INLINE_256 void floats_256(uint32_t type, const int O, const int J, int64_t n, const uint8_t *w, size_t w_stride,
+                           const float *const *x, float *out, size_t ldo) {
+    floats256 acc[4][4];
+    UNROLL for (int k = 0; k < O * J; k++)
+        acc[k / J][k % J].lo = acc[k / J][k % J].hi = _mm256_setzero_ps();
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        UNROLL for (int o = 0; o < O; o++) {
+            const __m256 lo = load_floats_256(type, w + (size_t)o * w_stride, i);
+            const __m256 hi = load_floats_256(type, w + (size_t)o * w_stride, i + 8);
+            UNROLL for (int j = 0; j < J; j++) {
+                acc[o][j].lo = _mm256_fmadd_ps(lo, _mm256_loadu_ps(x[j] + i), acc[o][j].lo);
+                acc[o][j].hi = _mm256_fmadd_ps(hi, _mm256_loadu_ps(x[j] + i + 8), acc[o][j].hi);
+            }
+        }
+    UNROLL for (int o = 0; o < O; o++)
+        UNROLL for (int j = 0; j < J; j++) {
+            float lanes[LANES], *to = out + (size_t)j * ldo + o;
+            _mm256_storeu_ps(lanes, acc[o][j].lo);
+            _mm256_storeu_ps(lanes + 8, acc[o][j].hi);
+            *to = i == n ? join_256(acc[o][j]) : float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
+        }
+}
+
+INLINE_256 void float_tile_256(uint32_t type, TILE_ARGS) {
+    for (int o = 0; o < n_out; ) {
+        const uint8_t *p = w + (size_t)o * w_stride;
+        const int rows = m == 1 && n_out - o >= 4 ? 4 : m > 1 && n_out - o >= 2 ? 2 : 1;
+        for (int j = 0; j < m; ) {
+            const int count = rows == 2 && m - j >= 2 ? 2 : rows == 1 && m - j >= 4 ? 4 : 1;
+            float *to = out + (size_t)j * ldo + o;
+            if (rows == 4)
+                floats_256(type, 4, 1, n, p, w_stride, x->f + j, to, ldo);
+            else if (count == 2)
+                floats_256(type, 2, 2, n, p, w_stride, x->f + j, to, ldo);
+            else if (count == 4)
+                floats_256(type, 1, 4, n, p, w_stride, x->f + j, to, ldo);
+            else if (rows == 2)
+                floats_256(type, 2, 1, n, p, w_stride, x->f + j, to, ldo);
+            else
+                floats_256(type, 1, 1, n, p, w_stride, x->f + j, to, ldo);
+            j += count;
+        }
+        o += rows;
+    }
+}
+
+/* As f16_load_body and f16_store_body, by the instructions that do it. */
+INLINE_256 void f16_load_256(int64_t n, const uint16_t *x, float *y) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(x + i))));
+    f16_load_body(n - i, x + i, y + i);
+}
+
+INLINE_256 void f16_store_256(int64_t n, const float *x, uint16_t *y) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((void *)(y + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+    f16_store_body(n - i, x + i, y + i);
+}
+
+/* As quantise_32_body. */
+INLINE_256 void quantise_32_256(int64_t n, const float *x, int8_t *q, float *d, int16_t *sum) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    for (int64_t b = 0; b < n / 32; b++) {
+        __m256 v[4];
+        __m256i r[4], top = _mm256_setzero_si256();
+        UNROLL for (int k = 0; k < 4; k++) {
+            v[k] = _mm256_loadu_ps(x + b * 32 + 8 * k);
+            top = _mm256_max_epu32(top, _mm256_and_si256(_mm256_castps_si256(v[k]), magnitude));
+        }
+        __m128i t = _mm_max_epu32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
+        t = _mm_max_epu32(t, _mm_shuffle_epi32(t, 0x4e));
+        t = _mm_max_epu32(t, _mm_shuffle_epi32(t, 0xb1));
+        int8_t bytes[32];
+        if ((uint32_t)_mm_cvtsi128_si32(t) - QUANTISE_MIN >= INF_BITS - QUANTISE_MIN) {
+            d[b] = quantise_block(32, x + b * 32, bytes);               /* the cases that are not numbers to round */
+            sum[2 * b] = sum[2 * b + 1] = 0;
+            scatter_block(n, b, bytes, q);
+            continue;
+        }
+        const float max = _mm_cvtss_f32(_mm_castsi128_ps(t));
+        const __m256 inverse = _mm256_set1_ps(127.0f / max);
+        d[b] = max / 127.0f;
+        UNROLL for (int k = 0; k < 4; k++)
+            r[k] = _mm256_cvtps_epi32(_mm256_mul_ps(v[k], inverse));    /* half to even, as every rounding here */
+        /* packing works within halves: 0 1 2 3 of four vectors come out as words 0 2 4 6 1 3 5 7 */
+        const __m256i p = _mm256_packs_epi16(_mm256_packs_epi32(r[0], r[1]), _mm256_packs_epi32(r[2], r[3]));
+        const __m256i all = _mm256_permutevar8x32_epi32(p, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+        __m256i s = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), all), _mm256_set1_epi16(1));
+        s = _mm256_hadd_epi32(s, s);
+        s = _mm256_hadd_epi32(s, s);
+        sum[2 * b] = (int16_t)_mm_cvtsi128_si32(_mm256_castsi256_si128(s));
+        sum[2 * b + 1] = (int16_t)_mm_cvtsi128_si32(_mm256_extracti128_si256(s, 1));
+        _mm256_storeu_si256((void *)bytes, all);
+        scatter_block(n, b, bytes, q);
+    }
+}
+
+/* The products of signed bytes, summed by fours: |w| * (a with the sign of w). The pairs of vpmaddubsw cannot saturate:
+ * 2 * 128 * 127 < 2^15. */
+INLINE_256 __m256i dot_pairs_256(__m256i w, __m256i a) {
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
+}
+
+/* 16 bytes from each of 8 blocks, as four vectors whose lane b is the k-th word of block b (see gather_words_512). */
+INLINE_256 void gather_words_256(const uint8_t *b, int64_t size, int64_t blocks, __m256i w[4]) {
+    __m256i r[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        const uint8_t *p = b + size * (i < blocks ? i : blocks - 1), *q = b + size * (4 + i < blocks ? 4 + i : blocks - 1);
+        r[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)p)),
+                                       _mm_loadu_si128((const void *)q), 1);
+    }
+    const __m256i a = _mm256_unpacklo_epi32(r[0], r[1]), c = _mm256_unpackhi_epi32(r[0], r[1]);
+    const __m256i d = _mm256_unpacklo_epi32(r[2], r[3]), e = _mm256_unpackhi_epi32(r[2], r[3]);
+    w[0] = _mm256_unpacklo_epi64(a, d);
+    w[1] = _mm256_unpackhi_epi64(a, d);
+    w[2] = _mm256_unpacklo_epi64(c, e);
+    w[3] = _mm256_unpackhi_epi64(c, e);
+}
+
+/* Weights of 32-value types, 8 blocks at a time (see group512), as signed bytes. */
+typedef struct { __m256i w[8]; __m256 scale; } group256;
+
+INLINE_256 void unpack_group_256(uint32_t type, const uint8_t *b, int64_t blocks, group256 *u) {
+    const int64_t size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
+    float scale[8] = { 0 };
+    uint16_t half[8] = { 0 };
+    if (type == T_Q8_0) {
+        gather_words_256(b + 2, size, blocks, u->w);
+        gather_words_256(b + 18, size, blocks, u->w + 4);
+    } else {
+        const __m256i low = _mm256_set1_epi8(15);
+        const __m256i value = _mm256_broadcastsi128_si256(
+            type == T_Q4_0 ? _mm_setr_epi8(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)
+                           : _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+        gather_words_256(b + size - 16, size, blocks, u->w);
+        UNROLL for (int k = 0; k < 4; k++) {
+            u->w[k + 4] = _mm256_shuffle_epi8(value, _mm256_and_si256(_mm256_srli_epi16(u->w[k], 4), low));
+            u->w[k] = _mm256_shuffle_epi8(value, _mm256_and_si256(u->w[k], low));
+        }
+    }
+    for (int64_t i = 0; i < blocks; i++)
+        if (type == T_MXFP4)
+            scale[i] = mxfp4_scale(b[size * i]);
+        else
+            half[i] = load_u16(b + size * i);
+    u->scale = type == T_MXFP4 ? _mm256_loadu_ps(scale) : _mm256_cvtph_ps(_mm_loadu_si128((const void *)half));
+}
+
+INLINE_256 __m256i first_lanes_256(int64_t lanes) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+INLINE_256 __m256i load_lanes_256(int64_t lanes, const void *p) {
+    return lanes == 8 ? _mm256_loadu_si256(p) : _mm256_maskload_epi32(p, first_lanes_256(lanes));
+}
+
+/* A row of a 32-value type against a tile of activations, for `lanes` blocks from b: half a group of `blocks`. */
+INLINE_256 void q32_group_256(uint32_t type, int64_t b, const int64_t lanes, int64_t blocks, const uint8_t *w,
+                              const tile_acts *x, int m, __m256 *acc) {
+    const __m256i one = _mm256_set1_epi16(1);
+    group256 u;
+    unpack_group_256(type, w, lanes, &u);
+    for (int j = 0; j < m; j++) {
+        const int8_t *q = x->q[j] + (b & ~(int64_t)15) * 32 + (b & 15) * 4;
+        __m256i dot = _mm256_setzero_si256();
+        UNROLL for (int k = 0; k < 8; k++) {
+            const __m256i v = load_lanes_256(lanes, q + k * 4 * blocks);
+            dot = _mm256_add_epi32(dot, _mm256_madd_epi16(dot_pairs_256(u.w[k], v), one));
+        }
+        const __m256 scale = _mm256_mul_ps(u.scale, _mm256_castsi256_ps(load_lanes_256(lanes, x->d[j] + b)));
+        const __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, acc[2 * j]);
+        acc[2 * j] = lanes == 8 ? sum : _mm256_blendv_ps(acc[2 * j], sum, _mm256_castsi256_ps(first_lanes_256(lanes)));
+    }
+}
+
+INLINE_256 void q32_row_256(uint32_t type, int64_t n, const uint8_t *w, const tile_acts *x, int m, float *out, size_t ldo) {
+    const int size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
+    __m256 acc[2 * TILE];
+    for (int j = 0; j < 2 * m; j++)
+        acc[j] = _mm256_setzero_ps();
+    for (int64_t b = 0; b < n / 32; b += 8) {
+        const int64_t left = n / 32 - b, group = n / 32 - (b & ~(int64_t)15), blocks = group < LANES ? group : LANES;
+        if (left >= 8)
+            q32_group_256(type, b, 8, blocks, w + b * size, x, m, acc + (b >> 3 & 1));
+        else
+            q32_group_256(type, b, left, blocks, w + b * size, x, m, acc + (b >> 3 & 1));
+    }
+    for (int j = 0; j < m; j++)
+        out[(size_t)j * ldo] = join_256((floats256){ acc[2 * j], acc[2 * j + 1] });
+}
+
+INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
+    for (int o = 0; o < n_out; o++)
+        q32_row_256(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
+}
+
+/* IQ2_XXS: the halves of the block's 8 words of signs and scale that hold signs, a byte for each 8 weights. A byte's
+ * eighth sign is the parity of the seven that are stored. */
+INLINE_256 __m256i iq2_signs_256(__m256i rest) {
+    const __m256i odd = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0));
+    __m256i sign = _mm256_and_si256(rest, _mm256_set1_epi32(0x7f));
+    UNROLL for (int k = 1; k < 4; k++)
+        sign = _mm256_or_si256(sign, _mm256_and_si256(_mm256_slli_epi32(rest, k), _mm256_set1_epi32(0x7f << (8 * k))));
+    const __m256i folded = _mm256_and_si256(_mm256_xor_si256(sign, _mm256_srli_epi16(sign, 4)), _mm256_set1_epi8(15));
+    return _mm256_or_si256(sign, _mm256_shuffle_epi8(odd, folded));
+}
+
+/* Four code words' magnitudes; blends of broadcasts, because every CPU has more units for those than for inserts. */
+INLINE_256 __m256i iq2_words_256(const uint8_t *code) {
+    __m256i w[4];
+    UNROLL for (int i = 0; i < 4; i++)
+        w[i] = _mm256_set1_epi64x((long long)iq2_grid[code[i]]);
+    return _mm256_blend_epi32(_mm256_blend_epi32(w[0], w[1], 0x0c), _mm256_blend_epi32(w[2], w[3], 0xc0), 0xf0);
+}
+
+INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock *u) {
+    const __m256i each = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
+    const __m256 lo = _mm256_loadu_ps((const float *)(const void *)(b + 2)), hi = _mm256_loadu_ps((const float *)(const void *)(b + 34));
+    const __m256i rest = _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(lo, hi, 0xdd)), 0xd8);
+    const __m256i scale = _mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(rest, 28), 1), _mm256_set1_epi32(1));
+    uint32_t sign[8];
+    _mm256_storeu_si256((void *)sign, iq2_signs_256(rest));
+    _mm256_storeu_si256((void *)u->scale, _mm256_or_si256(scale, _mm256_slli_epi32(scale, 16)));       /* each one twice */
+    u->d = f16_to_f32(load_u16(b)) * 0.125f;
+    UNROLL for (int g = 0; g < 8; g++) {
+        const __m256i w = iq2_words_256(b + 2 + 8 * g);
+        const __m256i s = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)sign[g]), each), bit);
+        const __m256i minus = _mm256_cmpeq_epi8(s, bit);
+        _mm256_store_si256((void *)(u->q + 32 * g), _mm256_sub_epi8(_mm256_xor_si256(w, minus), minus));
+    }
+}
+
+/* The sums of 8 vectors, that of v[b] in lane b. */
+INLINE_256 __m256i sum_each_256(const __m256i *v) {
+    const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+    const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
+    return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+}
+
+/* The products of up to 8 blocks with one row of activations before their lanes are summed. */
+typedef struct { __m256i dot[8], min[8]; } partial256;
+
+INLINE_256 void block_dot_256(uint32_t type, const wblock *u, const int8_t *q, const int16_t *sum, __m256i *dot, __m256i *min) {
+    __m256i total = _mm256_setzero_si256();
+    UNROLL for (int c = 0; c < 8; c++) {
+        const __m256i w = _mm256_load_si256((const void *)(u->q + 32 * c)), v = _mm256_loadu_si256((const void *)(q + 32 * c));
+        const __m256i scale = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_set1_epi16(u->scale[2 * c])),
+                                                      _mm_set1_epi16(u->scale[2 * c + 1]), 1);
+        const __m256i pairs = type_has_min(type) ? _mm256_maddubs_epi16(w, v) : dot_pairs_256(w, v);
+        total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, scale));
+    }
+    *dot = total;
+    if (type_has_min(type))
+        *min = _mm256_madd_epi16(_mm256_loadu_si256((const void *)u->min), _mm256_loadu_si256((const void *)sum));
+}
+
+INLINE_256 void q256_row_256(uint32_t type, int64_t n, const uint8_t *w, const tile_acts *x, int m, float *out, size_t ldo) {
+    const int size = type_find(type)->bytes;
+    __m256 acc[2 * TILE];
+    for (int j = 0; j < 2 * m; j++)
+        acc[j] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < n / 256; g += 8) {
+        const int64_t left = n / 256 - g, blocks = left < 8 ? left : 8;
+        partial256 part[TILE];
+        float d[8] = { 0 }, dmin[8] = { 0 };
+        if (blocks < 8)
+            memset(part, 0, (size_t)m * sizeof *part);
+        for (int64_t b = 0; b < blocks; b++) {
+            wblock u;
+            if (type == T_IQ2_XXS)
+                unpack_iq2_xxs_256(w + (g + b) * size, &u);
+            else
+                unpack(type, w + (g + b) * size, &u);
+            d[b] = u.d;
+            if (type_has_min(type))
+                dmin[b] = u.dmin;
+            for (int j = 0; j < m; j++)
+                block_dot_256(type, &u, x->q[j] + (g + b) * 256, x->sum[j] + (g + b) * 16, &part[j].dot[b], &part[j].min[b]);
+        }
+        const __m256 mask = _mm256_castsi256_ps(first_lanes_256(blocks));
+        for (int j = 0; j < m; j++) {
+            __m256 *to = acc + 2 * j + (g >> 3 & 1);
+            const __m256 a = _mm256_castsi256_ps(load_lanes_256(blocks, x->d[j] + g));
+            __m256 sum = _mm256_cvtepi32_ps(sum_each_256(part[j].dot));
+            sum = _mm256_fmadd_ps(sum, _mm256_mul_ps(_mm256_loadu_ps(d), a), *to);
+            if (type_has_min(type)) {
+                const __m256 min = _mm256_cvtepi32_ps(sum_each_256(part[j].min));
+                sum = _mm256_fnmadd_ps(min, _mm256_mul_ps(_mm256_loadu_ps(dmin), a), sum);
+            }
+            *to = _mm256_blendv_ps(*to, sum, mask);
+        }
+    }
+    for (int j = 0; j < m; j++)
+        out[(size_t)j * ldo] = join_256((floats256){ acc[2 * j], acc[2 * j + 1] });
+}
+
+INLINE_256 void q256_tile_256(uint32_t type, TILE_ARGS) {
+    for (int o = 0; o < n_out; o++)
+        q256_row_256(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
+}
+
+TILE_SET(avx2, TARGET_AVX2, float_tile_256, q32_tile_256, q256_tile_256)
+#endif
+
+/* ---- 4.8 Matrix products with AVX-512 (VNNI) ---------------------------------------------------------------------- */
 
 #if defined(__x86_64__)
 #define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 #define INLINE_512 ALWAYS_INLINE TARGET_AVX512
 
-INLINE_512 float join_512(__m512 a)
-{
+INLINE_512 float join_512(__m512 a) {
     __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
     __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
     q = _mm_add_ps(q, _mm_movehl_ps(q, q));
@@ -1520,8 +1831,7 @@ INLINE_512 float join_512(__m512 a)
 INLINE_512 __mmask16 first_lanes(int64_t lanes) { return (__mmask16)(lanes >= LANES ? 0xffff : (1u << lanes) - 1); }
 
 /* 16 weights of a float type. */
-INLINE_512 __m512 load_floats_512(uint32_t type, const uint8_t *w, int64_t i)
-{
+INLINE_512 __m512 load_floats_512(uint32_t type, const uint8_t *w, int64_t i) {
     if (type == T_F32)
         return _mm512_loadu_ps(w + 4 * i);
     const __m256i h = _mm256_loadu_si256((const void *)(w + 2 * i));
@@ -1530,14 +1840,13 @@ INLINE_512 __m512 load_floats_512(uint32_t type, const uint8_t *w, int64_t i)
 
 /* O rows of float weights against J rows of activations, the sums in registers. */
 INLINE_512 void floats_512(uint32_t type, const int O, const int J, int64_t n, const uint8_t *w, size_t w_stride,
-                           const float *const *x, float *out, size_t ldo)
-{
-    __m512 acc[4][4];
+                           const float *const *x, float *out, size_t ldo) {
+    __m512 acc[4][8];
     UNROLL for (int k = 0; k < O * J; k++)
         acc[k / J][k % J] = _mm512_setzero_ps();
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) {
-        __m512 v[4];
+        __m512 v[8];
         UNROLL for (int j = 0; j < J; j++)
             v[j] = _mm512_loadu_ps(x[j] + i);
         UNROLL for (int o = 0; o < O; o++) {
@@ -1554,13 +1863,12 @@ INLINE_512 void floats_512(uint32_t type, const int O, const int J, int64_t n, c
         }
 }
 
-INLINE_512 void float_tile_512(uint32_t type, TILE_ARGS)
-{
+INLINE_512 void float_tile_512(uint32_t type, TILE_ARGS) {
     for (int o = 0; o < n_out; ) {
         const int rows = n_out - o >= 4 ? 4 : 1;
         const uint8_t *p = w + (size_t)o * w_stride;
         for (int j = 0; j < m; ) {
-            const int count = m - j >= 4 ? 4 : m - j >= 2 && rows == 4 ? 2 : 1;
+            const int count = rows == 1 && m - j >= 8 ? 8 : m - j >= 4 ? 4 : m - j >= 2 && rows == 4 ? 2 : 1;
             float *to = out + (size_t)j * ldo + o;
             if (rows == 4 && count == 4)
                 floats_512(type, 4, 4, n, p, w_stride, x->f + j, to, ldo);
@@ -1568,6 +1876,8 @@ INLINE_512 void float_tile_512(uint32_t type, TILE_ARGS)
                 floats_512(type, 4, 2, n, p, w_stride, x->f + j, to, ldo);
             else if (rows == 4)
                 floats_512(type, 4, 1, n, p, w_stride, x->f + j, to, ldo);
+            else if (count == 8)
+                floats_512(type, 1, 8, n, p, w_stride, x->f + j, to, ldo);
             else if (count == 4)
                 floats_512(type, 1, 4, n, p, w_stride, x->f + j, to, ldo);
             else
@@ -1583,8 +1893,7 @@ INLINE_512 void float_tile_512(uint32_t type, TILE_ARGS)
 typedef struct { __m512i w[8]; __m512 scale; } group512;
 
 /* 16 bytes from each of 16 blocks, as four vectors whose lane b is the k-th word of block b. */
-INLINE_512 void gather_words_512(const uint8_t *b, int64_t size, int64_t blocks, __m512i w[4])
-{
+INLINE_512 void gather_words_512(const uint8_t *b, int64_t size, int64_t blocks, __m512i w[4]) {
     __m512i r[4];
     for (int i = 0; i < 4; i++) {
         const uint8_t *p[4];
@@ -1603,8 +1912,7 @@ INLINE_512 void gather_words_512(const uint8_t *b, int64_t size, int64_t blocks,
     w[3] = _mm512_unpackhi_epi64(c, e);
 }
 
-INLINE_512 void unpack_group_512(uint32_t type, const uint8_t *b, int64_t blocks, group512 *u)
-{
+INLINE_512 void unpack_group_512(uint32_t type, const uint8_t *b, int64_t blocks, group512 *u) {
     const int64_t size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
     if (type == T_Q8_0) {
         gather_words_512(b + 2, size, blocks, u->w);
@@ -1635,15 +1943,13 @@ INLINE_512 void unpack_group_512(uint32_t type, const uint8_t *b, int64_t blocks
     }
 }
 
-INLINE_512 __m512i load_lanes_512(int64_t lanes, const void *p)
-{
+INLINE_512 __m512i load_lanes_512(int64_t lanes, const void *p) {
     return lanes == LANES ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi32(first_lanes(lanes), p);
 }
 
 /* O rows of a 32-value type against a tile of activations, for the group of blocks from b. */
 INLINE_512 void q32_group_512(uint32_t type, const int O, int64_t b, const int64_t blocks, const uint8_t *w, size_t w_stride,
-                              const tile_acts *x, int m, __m512 acc[2][TILE])
-{
+                              const tile_acts *x, int m, __m512 acc[2][TILE]) {
     const int offset = type == T_Q8_0 ? 128 : type == T_Q4_0 ? 8 : 12;
     const __m512i minus_offset = _mm512_set1_epi16((int16_t)-offset);
     group512 u[2];
@@ -1666,8 +1972,7 @@ INLINE_512 void q32_group_512(uint32_t type, const int O, int64_t b, const int64
 }
 
 INLINE_512 void q32_rows_512(uint32_t type, const int O, int64_t n, const uint8_t *w, size_t w_stride, const tile_acts *x,
-                             int m, float *out, size_t ldo)
-{
+                             int m, float *out, size_t ldo) {
     const int size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
     __m512 acc[2][TILE];
     for (int j = 0; j < m; j++)
@@ -1682,8 +1987,7 @@ INLINE_512 void q32_rows_512(uint32_t type, const int O, int64_t n, const uint8_
             out[(size_t)j * ldo + (size_t)o] = join_512(acc[o][j]);
 }
 
-INLINE_512 void q32_tile_512(uint32_t type, TILE_ARGS)
-{
+INLINE_512 void q32_tile_512(uint32_t type, TILE_ARGS) {
     int o = 0;
     for (; o + 2 <= n_out; o += 2)
         q32_rows_512(type, 2, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
@@ -1700,59 +2004,51 @@ typedef struct { __m512i w[4], scale[4]; __m256i min; __mmask64 negative[4]; } w
 ALWAYS_INLINE bool type_has_offset(uint32_t type) { return type == T_Q3_K || type == T_Q6_K; }
 
 /* Counts for the 16-bit lanes of a vector: `a` in its lower half, `b` in its upper one. */
-INLINE_512 __m512i halves_16(int a, int b)
-{
+INLINE_512 __m512i halves_16(int a, int b) {
     return _mm512_inserti64x4(_mm512_set1_epi16((int16_t)a), _mm256_set1_epi16((int16_t)b), 1);
 }
 
-INLINE_512 __m512i halves_32(int a, int b)
-{
+INLINE_512 __m512i halves_32(int a, int b) {
     return _mm512_inserti64x4(_mm512_set1_epi32(a), _mm256_set1_epi32(b), 1);
 }
 
 INLINE_512 __m512i twice(const uint8_t *p) { return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)p)); }
 
 /* Scales for 16 values each, 16 of them as int16, to the words they belong to. */
-INLINE_512 void spread_scales_512(__m256i s, wblock512 *u)
-{
+INLINE_512 void spread_scales_512(__m256i s, wblock512 *u) {
     const __m512i wide = _mm512_cvtepu16_epi32(s), lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     for (int c = 0; c < 4; c++)
         u->scale[c] = _mm512_permutexvar_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(4 * c)), wide);
 }
 
 /* Scales for 32 values each, 8 of them as int32, likewise. */
-INLINE_512 void spread_wide_scales_512(__m256i s, wblock512 *u)
-{
+INLINE_512 void spread_wide_scales_512(__m256i s, wblock512 *u) {
     const __m512i wide = _mm512_castsi256_si512(s);
     for (int c = 0; c < 4; c++)
         u->scale[c] = _mm512_permutexvar_epi32(halves_32(2 * c, 2 * c + 1), wide);
 }
 
 /* Bits 2 of four of a block's 2-bit values: 64 of each c, as unpack_q2_k and unpack_q3_k say. */
-INLINE_512 void two_bits_512(const uint8_t *p, wblock512 *u)
-{
+INLINE_512 void two_bits_512(const uint8_t *p, wblock512 *u) {
     for (int c = 0; c < 4; c++)
         u->w[c] = _mm512_and_si512(_mm512_srlv_epi16(twice(p + 32 * (c / 2)), halves_16(4 * (c & 1), 4 * (c & 1) + 2)),
                                    _mm512_set1_epi8(3));
 }
 
 /* Bit (or bits) `from` of each byte of v moved to `to`, in each half of the vector from another place, and or'ed in. */
-INLINE_512 __m512i or_bits_512(__m512i into, __m512i v, int from_a, int from_b, int to, int mask)
-{
+INLINE_512 __m512i or_bits_512(__m512i into, __m512i v, int from_a, int from_b, int to, int mask) {
     v = _mm512_rorv_epi32(v, halves_32((from_a - to) & 31, (from_b - to) & 31));
     return _mm512_or_si512(into, _mm512_and_si512(v, _mm512_set1_epi8((char)mask)));
 }
 
-INLINE_512 void unpack_q2_k_512(const uint8_t *b, wblock512 *u)
-{
+INLINE_512 void unpack_q2_k_512(const uint8_t *b, wblock512 *u) {
     const __m128i s = _mm_loadu_si128((const void *)b), low = _mm_set1_epi8(15);
     spread_scales_512(_mm256_cvtepu8_epi16(_mm_and_si128(s, low)), u);
     u->min = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(s, 4), low));
     two_bits_512(b + 16, u);
 }
 
-INLINE_512 void unpack_q3_k_512(const uint8_t *b, wblock512 *u)
-{
+INLINE_512 void unpack_q3_k_512(const uint8_t *b, wblock512 *u) {
     const uint32_t lo = 0x0f0f0f0f, hi = 0x30303030, s0 = load_u32(b + 96), s1 = load_u32(b + 100), t = load_u32(b + 104);
     const __m128i s = _mm_setr_epi32((int)((s0 & lo) | (t << 4 & hi)), (int)((s1 & lo) | (t << 2 & hi)),
                                      (int)((s0 >> 4 & lo) | (t & hi)), (int)((s1 >> 4 & lo) | (t >> 2 & hi)));
@@ -1765,8 +2061,7 @@ INLINE_512 void unpack_q3_k_512(const uint8_t *b, wblock512 *u)
 }
 
 /* The scales and minimums of Q4_K and Q5_K (unpack_k_scales). */
-INLINE_512 void unpack_k_scales_512(const uint8_t *s, wblock512 *u)
-{
+INLINE_512 void unpack_k_scales_512(const uint8_t *s, wblock512 *u) {
     const uint32_t a = load_u32(s), b = load_u32(s + 4), c = load_u32(s + 8);
     const __m128i scale = _mm_setr_epi32((int)(a & 0x3f3f3f3f), (int)((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)), 0, 0);
     const __m128i min = _mm_setr_epi32((int)(b & 0x3f3f3f3f), (int)((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)), 0, 0);
@@ -1774,28 +2069,24 @@ INLINE_512 void unpack_k_scales_512(const uint8_t *s, wblock512 *u)
     u->min = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(min, min));
 }
 
-INLINE_512 void four_bits_512(const uint8_t *p, wblock512 *u)
-{
+INLINE_512 void four_bits_512(const uint8_t *p, wblock512 *u) {
     for (int c = 0; c < 4; c++)
         u->w[c] = _mm512_and_si512(_mm512_srlv_epi16(twice(p + 32 * c), halves_16(0, 4)), _mm512_set1_epi8(15));
 }
 
-INLINE_512 void unpack_q4_k_512(const uint8_t *b, wblock512 *u)
-{
+INLINE_512 void unpack_q4_k_512(const uint8_t *b, wblock512 *u) {
     unpack_k_scales_512(b + 4, u);
     four_bits_512(b + 16, u);
 }
 
-INLINE_512 void unpack_q5_k_512(const uint8_t *b, wblock512 *u)
-{
+INLINE_512 void unpack_q5_k_512(const uint8_t *b, wblock512 *u) {
     unpack_k_scales_512(b + 4, u);
     four_bits_512(b + 48, u);
     for (int c = 0; c < 4; c++)
         u->w[c] = or_bits_512(u->w[c], twice(b + 16), 2 * c, 2 * c + 1, 4, 16);
 }
 
-INLINE_512 void unpack_q6_k_512(const uint8_t *b, wblock512 *u)
-{
+INLINE_512 void unpack_q6_k_512(const uint8_t *b, wblock512 *u) {
     const __m256i scale = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(b + 192)));
     spread_scales_512(scale, u);
     u->min = _mm256_slli_epi16(scale, 5);
@@ -1806,34 +2097,19 @@ INLINE_512 void unpack_q6_k_512(const uint8_t *b, wblock512 *u)
     }
 }
 
-INLINE_512 void unpack_iq2_xxs_512(const uint8_t *b, wblock512 *u)
-{
+INLINE_512 void unpack_iq2_xxs_512(const uint8_t *b, wblock512 *u) {
     /* of each 64 bits the lower half is four code words, the upper one four times 7 signs and a scale */
-    const __m512i all = _mm512_loadu_si512(b + 2);
-    const __m256i rest = _mm512_cvtepi64_epi32(_mm512_srli_epi64(all, 32));
+    const __m256i rest = _mm512_cvtepi64_epi32(_mm512_srli_epi64(_mm512_loadu_si512(b + 2), 32));
     spread_wide_scales_512(_mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(rest, 28), 1), _mm256_set1_epi32(1)), u);
-    __m256i sign = _mm256_and_si256(rest, _mm256_set1_epi32(0x7f));
-    for (int k = 1; k < 4; k++)
-        sign = _mm256_or_si256(sign, _mm256_and_si256(_mm256_slli_epi32(rest, k), _mm256_set1_epi32(0x7f << (8 * k))));
-    /* the eighth sign of a byte is the parity of the seven */
-    const __m256i odd = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0));
-    const __m256i folded = _mm256_and_si256(_mm256_xor_si256(sign, _mm256_srli_epi16(sign, 4)), _mm256_set1_epi8(15));
-    sign = _mm256_or_si256(sign, _mm256_shuffle_epi8(odd, folded));
-    uint64_t bits[4];
-    _mm256_storeu_si256((void *)bits, sign);
-    for (int c = 0; c < 4; c++) {
-        const uint8_t *p = b + 2 + 16 * c;
-        __m256i q[8];
-        for (int i = 0; i < 8; i++) q[i] = _mm256_set1_epi64x((long long)iq2_grid[p[i < 4 ? i : i + 4]]);
-        const __m256i lo = _mm256_blend_epi32(_mm256_blend_epi32(q[0], q[1], 0x0c), _mm256_blend_epi32(q[2], q[3], 0xc0), 0xf0);
-        const __m256i hi = _mm256_blend_epi32(_mm256_blend_epi32(q[4], q[5], 0x0c), _mm256_blend_epi32(q[6], q[7], 0xc0), 0xf0);
-        u->w[c] = _mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1);
-        u->negative[c] = _cvtu64_mask64(bits[c]);
+    uint64_t sign[4];
+    _mm256_storeu_si256((void *)sign, iq2_signs_256(rest));
+    UNROLL for (int c = 0; c < 4; c++) {
+        u->w[c] = _mm512_inserti64x4(_mm512_castsi256_si512(iq2_words_256(b + 2 + 16 * c)), iq2_words_256(b + 10 + 16 * c), 1);
+        u->negative[c] = _cvtu64_mask64(sign[c]);
     }
 }
 
-INLINE_512 void unpack_512(uint32_t type, const uint8_t *b, wblock512 *u)
-{
+INLINE_512 void unpack_512(uint32_t type, const uint8_t *b, wblock512 *u) {
     switch (type) {
     case T_Q2_K: unpack_q2_k_512(b, u); break;
     case T_Q3_K: unpack_q3_k_512(b, u); break;
@@ -1845,8 +2121,7 @@ INLINE_512 void unpack_512(uint32_t type, const uint8_t *b, wblock512 *u)
 }
 
 /* The sums of 16 vectors of 16, the sum of v[b] in lane b. */
-INLINE_512 __m512i sum_each_512(const __m512i *v)
-{
+INLINE_512 __m512i sum_each_512(const __m512i *v) {
     __m512i x[4];
     for (int g = 0; g < 4; g++) {
         __m512i a[4];
@@ -1862,8 +2137,7 @@ INLINE_512 __m512i sum_each_512(const __m512i *v)
 }
 
 /* The sums of 16 vectors of 8, that of v[b] in lane b, which come as v[i] beside v[i+4] and v[i+8] beside v[i+12]. */
-INLINE_512 __m512i sum_each_half_512(const __m512i *v)
-{
+INLINE_512 __m512i sum_each_half_512(const __m512i *v) {
     __m512i x[2];
     for (int g = 0; g < 2; g++) {
         const __m512i *a = v + 4 * g;
@@ -1878,8 +2152,7 @@ INLINE_512 __m512i sum_each_half_512(const __m512i *v)
  * sum_each_half_512 wants. */
 typedef struct { __m512i dot[LANES]; __m256i min[LANES]; } partial512;
 
-INLINE_512 void block_dot_512(uint32_t type, const wblock512 *u, const int8_t *q, const int16_t *sum, int64_t b, partial512 *p)
-{
+INLINE_512 void block_dot_512(uint32_t type, const wblock512 *u, const int8_t *q, const int16_t *sum, int64_t b, partial512 *p) {
     __m512i dot = _mm512_setzero_si512();
     UNROLL for (int c = 0; c < 4; c++) {
         __m512i v = _mm512_loadu_si512(q + 64 * c);
@@ -1899,8 +2172,7 @@ INLINE_512 void block_dot_512(uint32_t type, const wblock512 *u, const int8_t *q
 
 /* One row of a 256-value type against a tile of activations, for the group of blocks from g: the integers. */
 INLINE_512 void q256_group_512(uint32_t type, int64_t g, const int64_t blocks, const uint8_t *w, const tile_acts *x, int m,
-                               partial512 *part, uint16_t *d, uint16_t *dmin)
-{
+                               partial512 *part, uint16_t *d, uint16_t *dmin) {
     const int size = type_find(type)->bytes;
     const int at = type == T_Q2_K ? 80 : type == T_Q3_K ? 108 : type == T_Q6_K ? 208 : 0;   /* where d is; dmin follows */
     for (int64_t b = 0; b < blocks; b++) {
@@ -1916,8 +2188,7 @@ INLINE_512 void q256_group_512(uint32_t type, int64_t g, const int64_t blocks, c
 }
 
 /* One row of a 256-value type against a tile of activations. */
-INLINE_512 void q256_row_512(uint32_t type, int64_t n, const uint8_t *w, const tile_acts *x, int m, float *out, size_t ldo)
-{
+INLINE_512 void q256_row_512(uint32_t type, int64_t n, const uint8_t *w, const tile_acts *x, int m, float *out, size_t ldo) {
     __m512 acc[TILE];
     for (int j = 0; j < m; j++)
         acc[j] = _mm512_setzero_ps();
@@ -1947,8 +2218,7 @@ INLINE_512 void q256_row_512(uint32_t type, int64_t n, const uint8_t *w, const t
         out[(size_t)j * ldo] = join_512(acc[j]);
 }
 
-INLINE_512 void q256_tile_512(uint32_t type, TILE_ARGS)
-{
+INLINE_512 void q256_tile_512(uint32_t type, TILE_ARGS) {
     for (int o = 0; o < n_out; o++)
         q256_row_512(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
 }
@@ -1956,31 +2226,28 @@ INLINE_512 void q256_tile_512(uint32_t type, TILE_ARGS)
 TILE_SET(avx512, TARGET_AVX512, float_tile_512, q32_tile_512, q256_tile_512)
 #endif
 
-/* ---- 4.8 Matrix products with AVX2 ------------------------------------------------------------------------------- */
-
-#if defined(__x86_64__)
-#define TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
-TILE_SET(avx2, TARGET_AVX2, float_tile, block_tile, block_tile)
-#endif
-
 /* ---- 4.9 One set of functions for each instruction set ----------------------------------------------------------- */
 
 /* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them. */
-#define KERNEL_SET(isa, attr)                                                                                            \
+#define KERNEL_SET(isa, attr, quantise_32, load_f16, store_f16)                                                                                       \
     attr static void mat_##isa(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,    \
                                const int32_t *rows, int m, float *out, size_t ldo)                                       \
     { mat_tiles(tile_for(&tiles_##isa, type), type_find(type)->block, n, w, w_stride, n_out, x, rows, m, out, ldo); }    \
     attr static void quantise_##isa(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum)         \
-    { if (kind == ACT_Q32) quantise_body(ACT_Q32, n, x, q, d, sum); else quantise_body(kind, n, x, q, d, sum); }         \
+    {                                                                                                                    \
+        if (kind == ACT_Q32) quantise_32(n, x, q, d, sum);                                                               \
+        else if (kind == ACT_Q256) quantise_256_body(n, x, q, d, sum);                                                   \
+    }                                                                                                                    \
     attr static void dequantise_##isa(uint32_t type, int64_t n, const uint8_t *w, float *out)                            \
     { dequantise_body(type, n, w, out); }                                                                                \
-    attr static float dot_##isa(int64_t n, const float *a, const float *b) { return dot_body(n, a, b); }                 \
     attr static void dots_##isa(int64_t n, const float *q, int64_t ldq, int m, const float *row, float *out, int64_t ldo)\
-    { for (int h = 0; h < m; h++) out[h * ldo] = dot_body(n, q + h * ldq, row); }                                        \
+    { dot_tiles(tiles_##isa.f32, n, q, ldq, m, row, out, ldo); }                                                         \
+    attr static float dot_##isa(int64_t n, const float *a, const float *b)                                               \
+    { float out; dots_##isa(n, a, n, 1, b, &out, 1); return out; }                                                       \
     attr static void axpy_##isa(int64_t n, float a, const float *x, float *y) { axpy_body(n, a, x, y); }                 \
     attr static void axpys_##isa(int64_t n, const float *a, int64_t lda, int m, const float *x, float *y, int64_t ldy)   \
     { for (int h = 0; h < m; h++) axpy_body(n, a[h * lda], x, y + h * ldy); }                                            \
-    attr static float sum_squares_##isa(int64_t n, const float *x) { return dot_body(n, x, x); }                         \
+    attr static float sum_squares_##isa(int64_t n, const float *x) { return dot_##isa(n, x, x); }                        \
     attr static void scale_mul_##isa(int64_t n, float s, const float *x, const float *w, float *y)                       \
     { scale_mul_body(n, s, x, w, y); }                                                                                   \
     attr static void softmax_##isa(int64_t n, float *x, float sink, bool has_sink) { softmax_body(n, x, sink, has_sink); } \
@@ -1989,8 +2256,8 @@ TILE_SET(avx2, TARGET_AVX2, float_tile, block_tile, block_tile)
     attr static void swiglu_##isa(int64_t n, const float *gate, const float *up, float limit, float *out)                \
     { swiglu_body(n, gate, up, limit, out); }                                                                            \
     attr static void sigmoid_##isa(int64_t n, const float *x, float *y) { sigmoid_body(n, x, y); }                       \
-    attr static void f16_load_##isa(int64_t n, const uint16_t *x, float *y) { f16_load_body(n, x, y); }                  \
-    attr static void f16_store_##isa(int64_t n, const float *x, uint16_t *y) { f16_store_body(n, x, y); }                \
+    attr static void f16_load_##isa(int64_t n, const uint16_t *x, float *y) { load_f16(n, x, y); }                       \
+    attr static void f16_store_##isa(int64_t n, const float *x, uint16_t *y) { store_f16(n, x, y); }                     \
     attr static void fp8_load_##isa(int64_t n, const uint8_t *x, const uint8_t *e, float *y) { fp8_load_body(n, x, e, y); } \
     attr static void fp8_store_##isa(int64_t n, const float *x, uint8_t *y, uint8_t *e) { fp8_store_body(n, x, y, e); }  \
     attr static int64_t argmax_##isa(int64_t n, const float *x) { return argmax_body(n, x); }                            \
@@ -2001,18 +2268,17 @@ TILE_SET(avx2, TARGET_AVX2, float_tile, block_tile, block_tile)
         fp8_load_##isa, fp8_store_##isa, argmax_##isa, all_finite_##isa,                                                 \
     };
 
-KERNEL_SET(scalar, )
+KERNEL_SET(scalar, , quantise_32_body, f16_load_body, f16_store_body)
 #if defined(__x86_64__)
-KERNEL_SET(avx2, TARGET_AVX2)
-KERNEL_SET(avx512, TARGET_AVX512)
+KERNEL_SET(avx2, TARGET_AVX2, quantise_32_256, f16_load_256, f16_store_256)
+KERNEL_SET(avx512, TARGET_AVX512, quantise_32_256, f16_load_256, f16_store_256)
 #endif
 
 /* ---- 4.10 The dispatch table -------------------------------------------------------------------------------------- */
 
 #if defined(__x86_64__)
 /* Does the CPU have the instructions, and does the system save their registers (XCR0)? */
-static bool cpu_has(bool wide)
-{
+static bool cpu_has(bool wide) {
     unsigned a, b, c, d, low, high;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_FMA) || !(c & bit_F16C) || !(c & bit_OSXSAVE))
         return false;
@@ -2025,8 +2291,7 @@ static bool cpu_has(bool wide)
 #endif
 
 /* The kernels by name, or NULL (see ds4_last_error) if there are none of that name or the CPU cannot run them. */
-static const kernels *kernels_named(const char *name)
-{
+static const kernels *kernels_named(const char *name) {
     bool known = strcmp(name, "scalar") == 0;
     if (known)
         return &kernels_scalar;
@@ -2045,8 +2310,7 @@ static const kernels *kernels_named(const char *name)
 }
 
 /* The fastest kernels this CPU can run. */
-static const kernels *kernels_best(void)
-{
+static const kernels *kernels_best(void) {
 #if defined(__x86_64__)
     return cpu_has(true) ? &kernels_avx512 : cpu_has(false) ? &kernels_avx2 : &kernels_scalar;
 #else
@@ -2178,7 +2442,7 @@ static int spelled_byte(uint32_t cp) {
 }
 
 /* Writes the bytes a normal token spells to out (text.n bytes suffice). Text that no byte spells, as in padding tokens,
- * stands for itself, as a control token's does. */
+ * stands for itself. */
 static size_t spelled_bytes(str text, char *out) {
     const unsigned char *p = (const unsigned char *)text.p, *end = p + text.n;
     size_t n = 0;
@@ -2217,7 +2481,7 @@ static int tok_pieces(tokenizer *t, const tok_source *src) {
         str text = src->tokens[i];
         int type = src->types ? src->types[i] : 1, byte = type == TOKEN_BYTE ? byte_token(text) : -1;
         t->piece[i] = text;
-        if (type == TOKEN_CONTROL || type == TOKEN_USER_DEFINED || !text.n) continue;
+        if (!text.n) continue;
         t->piece[i] = (str){out, 1};
         if (byte >= 0) *out = (char)byte;
         else t->piece[i].n = spelled_bytes(text, out);
@@ -2231,8 +2495,8 @@ static uint64_t text_hash(uint64_t h, str s) {
     return h;
 }
 
-static size_t table_mask(size_t n) /* of a table of a power of two slots, at most half of them used */
-{
+/* Of a table of a power of two slots, at most half of them used. */
+static size_t table_mask(size_t n) {
     size_t size = 2;
     while (size / 2 < n) size *= 2;
     return size - 1;
@@ -2294,7 +2558,7 @@ static int tok_controls(tokenizer *t, const tok_source *src, unsigned char *is_c
     if (!t->controls) return -1;
     for (size_t i = 0; i < src->n_tokens; i++) {
         if (!is_control[i]) continue;
-        t->piece[i] = src->tokens[i];
+        t->piece[i] = src->tokens[i]; /* it stands for its own text */
         if (src->tokens[i].n > MAX_CONTROL_BYTES)
             return fail("tokenizer.ggml.tokens[%zu]: a control token of %zu bytes; expected at most %d", i, src->tokens[i].n,
                         MAX_CONTROL_BYTES);

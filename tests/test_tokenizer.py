@@ -201,6 +201,13 @@ def hf_text(hf: Tokenizer) -> Tokenizer:
     return plain
 
 
+@pytest.fixture(scope="module")
+def hf_split() -> pre_tokenizers.PreTokenizer:
+    """Its splitting rules alone."""
+    rules = json.loads(v4_path().read_text(encoding="utf-8"))["pre_tokenizer"]["pretokenizers"][:3]
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r["pattern"]["Regex"]), "isolated") for r in rules])
+
+
 def assert_equal_ids(tok: Tok, reference: Tokenizer, batch: Sequence[str], control: bool = False) -> None:
     want = [e.ids for e in reference.encode_batch(batch, add_special_tokens=False)]
     for text, ids in zip(batch, want, strict=True):
@@ -240,11 +247,12 @@ def test_every_code_point(v4: Tok, hf_text: Tokenizer) -> None:
     assert_equal_ids(v4, hf_text, list(every_code_point()))
 
 
-def test_edges_of_the_splits(v4: Tok, hf_text: Tokenizer) -> None:
-    """The first and last characters of ranges, and their outer neighbours, between all sorts of characters."""
+def test_words(v4: Tok, hf_split: pre_tokenizers.PreTokenizer) -> None:
+    """The words before BPE, which ids alone do not always show: the ends of ranges between all sorts of characters."""
     edges = [chr(c) for e in (0x3040, 0x309F, 0x30A0, 0x30FF, 0x4E00, 0x9FA5) for c in range(e - 1, e + 2)]
     others = ["a", "é", " ", "\n", ".", "1", "中", "́", "\x00", ""]
-    assert_equal_ids(v4, hf_text, [x + c + y for c in edges for x in others for y in others])
+    for text in [*(x + c + y for c in edges for x in others for y in others), *texts(11, 1500), *every_code_point()]:
+        assert v4.words(text.encode()) == [w.encode() for w, _ in hf_split.pre_tokenize_str(text)], repr(text)
 
 
 @pytest.mark.parametrize(
@@ -308,13 +316,11 @@ def as_text(data: bytes) -> tuple[str, list[int]]:
     return "".join(chars), [*at, len(data)]
 
 
-def test_broken_utf8(v4: Tok, hf_text: Tokenizer) -> None:
+def test_broken_utf8(v4: Tok, hf_text: Tokenizer, hf_split: pre_tokenizers.PreTokenizer) -> None:
     """A byte outside UTF-8 splits like U+FFFD and is encoded as itself."""
-    rules = json.loads(v4_path().read_text(encoding="utf-8"))["pre_tokenizer"]["pretokenizers"][:3]
-    split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r["pattern"]["Regex"]), "isolated") for r in rules])
     for data in [b"\xff", b"a\xffb", b"\xe4\xb8", b"\xc0\x80", b"\xed\xa0\x80", *broken_utf8(8, 1500)]:
         text, at = as_text(data)
-        words = [data[at[a] : at[b]] for _, (a, b) in split.pre_tokenize_str(text)]
+        words = [data[at[a] : at[b]] for _, (a, b) in hf_split.pre_tokenize_str(text)]
         assert v4.words(data) == words
         want = [t.id for w in words for t in hf_text.model.tokenize("".join(BYTES[b] for b in w))]
         assert v4.encode(data) == want
@@ -358,8 +364,10 @@ def test_merges_cannot_make_a_control_token(hooks: ctypes.CDLL) -> None:
         assert [tok.piece(i) for i in tok.encode("abcd<s>")] == [b"a", b"b", b"cd", b"<s", b">"]
         assert [tok.piece(i) for i in tok.encode("abcd<s>", True)] == [b"ab", b"cd", b"<s>"]
         tok.close()
-    tok = Tok(hooks, tokens, merges, None, eos=tokens.index("<s>"))  # no types: the ids that are named are control tokens
-    assert [tok.piece(i) for i in tok.encode("abc<s>")] == [b"abc", b"<s", b">"]
+    # Without types, the ids and markers that are named are the control tokens, and stand for their own text.
+    tok = Tok(hooks, [*tokens, "Ġx", "</think>"], [*merges, "Ġ x"], None, bos=tokens.index("<s>"), eos=tokens.index("ab"), pad=len(tokens))
+    assert [tok.piece(i) for i in tok.encode("ab</think> x")] == [b"a", b"b", *(bytes([c]) for c in b"</think> x")]
+    assert [tok.piece(i) for i in tok.encode("ab</think> xĠx<s>", True)] == [b"ab", b"</think>", b" ", b"x", "Ġx".encode(), b"<s>"]
     tok.close()
 
 
@@ -473,6 +481,18 @@ CHATS: dict[str, tuple[list[dict[str, Any]], int, bool, str]] = {
         [u("a"), a(None, "r", CALLS[:1]), tool("T")], MAX, True,
         f"{BOS}{EFFORT}{USER}a{ASSISTANT}<think>r</think>{ONE_CALL_TEXT}{EOS}"
         f"{USER}<tool_result>T</tool_result>{ASSISTANT}<think>",
+    ),
+    "tools on offer keep reasoning": (
+        [u("a"), a("b", "r"), {**u("c"), "tools": '{"name": "f"}'}], ON, True,
+        f"{BOS}{TOOLS_TEXT}{USER}a{ASSISTANT}<think>r</think>b{EOS}{USER}c{ASSISTANT}<think>",
+    ),
+    "calls keep reasoning": (
+        [u("a"), a("b", "r", CALLS), u("c")], ON, True,
+        f"{BOS}{USER}a{ASSISTANT}<think>r</think>b{CALLS_TEXT}{EOS}{USER}c{ASSISTANT}<think>",
+    ),
+    "an answer keeps reasoning": (
+        [u("a"), a("b", "r"), tool("T"), u("c")], ON, True,
+        f"{BOS}{USER}a{ASSISTANT}<think>r</think>b{EOS}{USER}<tool_result>T</tool_result>\n\nc{ASSISTANT}<think>",
     ),
     "spaces and line ends": (
         [s("S\n"), u(" a \n"), a("\n b"), u("\n")], OFF, True,
