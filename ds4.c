@@ -731,11 +731,11 @@ typedef struct {
 } type_info;
 
 static const type_info type_table[] = {
-    { T_F32, "F32", 1, 4, ACT_FLOAT },       { T_F16, "F16", 1, 2, ACT_FLOAT },    { T_Q4_0, "Q4_0", 32, 18, ACT_Q32 },
-    { T_Q8_0, "Q8_0", 32, 34, ACT_Q32 },     { T_Q2_K, "Q2_K", 256, 84, ACT_Q256 }, { T_Q3_K, "Q3_K", 256, 110, ACT_Q256 },
-    { T_Q4_K, "Q4_K", 256, 144, ACT_Q256 },  { T_Q5_K, "Q5_K", 256, 176, ACT_Q256 }, { T_Q6_K, "Q6_K", 256, 210, ACT_Q256 },
-    { T_IQ2_XXS, "IQ2_XXS", 256, 66, ACT_Q256 }, { T_I32, "I32", 1, 4, ACT_FLOAT }, { T_BF16, "BF16", 1, 2, ACT_FLOAT },
-    { T_MXFP4, "MXFP4", 32, 17, ACT_Q32 },
+    {T_F32, "F32", 1, 4, ACT_FLOAT},       {T_F16, "F16", 1, 2, ACT_FLOAT},    {T_Q4_0, "Q4_0", 32, 18, ACT_Q32},
+    {T_Q8_0, "Q8_0", 32, 34, ACT_Q32},     {T_Q2_K, "Q2_K", 256, 84, ACT_Q256}, {T_Q3_K, "Q3_K", 256, 110, ACT_Q256},
+    {T_Q4_K, "Q4_K", 256, 144, ACT_Q256},  {T_Q5_K, "Q5_K", 256, 176, ACT_Q256}, {T_Q6_K, "Q6_K", 256, 210, ACT_Q256},
+    {T_IQ2_XXS, "IQ2_XXS", 256, 66, ACT_Q256}, {T_I32, "I32", 1, 4, ACT_FLOAT}, {T_BF16, "BF16", 1, 2, ACT_FLOAT},
+    {T_MXFP4, "MXFP4", 32, 17, ACT_Q32},
 };
 
 /* A tensor type this engine reads, or NULL. */
@@ -956,7 +956,7 @@ ALWAYS_INLINE void unpack_q4_0(const uint8_t *b, wblock *u) {
 }
 
 ALWAYS_INLINE void unpack_mxfp4(const uint8_t *b, wblock *u) {
-    static const int8_t e2m1[16] = { 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12 };     /* doubled */
+    static const int8_t e2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};     /* doubled */
     u->d = mxfp4_scale(b[0]);
     for (int i = 0; i < 16; i++) {
         u->q[i] = e2m1[b[1 + i] & 15];
@@ -1159,7 +1159,7 @@ ALWAYS_INLINE void dequantise_body(uint32_t type, int64_t n, const uint8_t *w, f
                    : float_of(load_u32(w + 4 * i));
         return;
     }
-    wblock u = { .d = 0 };
+    wblock u = {.d = 0};
     for (int64_t b = 0; b < n / t->block; b++) {
         unpack(type, w + b * t->bytes, &u);
         for (int i = 0; i < t->block; i++) {
@@ -1190,7 +1190,7 @@ ALWAYS_INLINE float of_order(int32_t key) { uint32_t u = (uint32_t)key; return f
 
 ALWAYS_INLINE float sum_body(int64_t n, const float *x) {
     typedef float eight __attribute__((vector_size(32)));               /* 16 lanes that stay in registers */
-    eight lo = { 0 }, hi = { 0 }, a, b;
+    eight lo = {0}, hi = {0}, a, b;
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         memcpy(&a, x + i, sizeof a);
@@ -1357,7 +1357,7 @@ static float float_dot_from(uint32_t type, int64_t n, int64_t i, const uint8_t *
 ALWAYS_INLINE void float_tile(uint32_t type, TILE_ARGS) {
     for (int o = 0; o < n_out; o++)
         for (int j = 0; j < m; j++) {
-            float acc[LANES] = { 0 };
+            float acc[LANES] = {0};
             out[(size_t)j * ldo + (size_t)o] = float_dot_from(type, n, 0, w + (size_t)o * w_stride, x->f[j], acc);
         }
 }
@@ -1391,7 +1391,7 @@ ALWAYS_INLINE void block_dot(uint32_t type, int block, int64_t n, const wblock *
 ALWAYS_INLINE void block_tile(uint32_t type, TILE_ARGS) {
     const type_info *t = type_find(type);
     for (int o = 0; o < n_out; o++) {
-        float acc[TILE][LANES] = { 0 };
+        float acc[TILE][LANES] = {0};
         for (int64_t b = 0; b < n / t->block; b++) {
             wblock u;
             unpack(type, w + (size_t)o * w_stride + b * t->bytes, &u);
@@ -1410,7 +1410,7 @@ static void mat_tiles(tile_fn *tile, int block, int64_t n, const uint8_t *w, siz
     const int step = m <= TILE ? n_out : 8;
     for (int o = 0; o < n_out; o += step)
         for (int j = 0; j < m; j += TILE) {
-            tile_acts t = { 0 };
+            tile_acts t = {0};
             const int count = m - j < TILE ? m - j : TILE;
             for (int k = 0; k < count; k++) {
                 const int64_t r = rows ? rows[j + k] : j + k;
@@ -1633,8 +1633,8 @@ typedef struct { __m256i w[8]; __m256 scale; } group256;
 
 INLINE_256 void unpack_group_256(uint32_t type, const uint8_t *b, int64_t blocks, group256 *u) {
     const int64_t size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
-    float scale[8] = { 0 };
-    uint16_t half[8] = { 0 };
+    float scale[8] = {0};
+    uint16_t half[8] = {0};
     if (type == T_Q8_0) {
         gather_words_256(b + 2, size, blocks, u->w);
         gather_words_256(b + 18, size, blocks, u->w + 4);
@@ -1697,7 +1697,7 @@ INLINE_256 void q32_row_256(uint32_t type, int64_t n, const uint8_t *w, const ti
             q32_group_256(type, b, left, blocks, w + b * size, x, m, acc + (b >> 3 & 1));
     }
     for (int j = 0; j < m; j++)
-        out[(size_t)j * ldo] = join_256((floats256){ acc[2 * j], acc[2 * j + 1] });
+        out[(size_t)j * ldo] = join_256((floats256){acc[2 * j], acc[2 * j + 1]});
 }
 
 INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
@@ -1775,7 +1775,7 @@ INLINE_256 void q256_row_256(uint32_t type, int64_t n, const uint8_t *w, const t
     for (int64_t g = 0; g < n / 256; g += 8) {
         const int64_t left = n / 256 - g, blocks = left < 8 ? left : 8;
         partial256 part[TILE];
-        float d[8] = { 0 }, dmin[8] = { 0 };
+        float d[8] = {0}, dmin[8] = {0};
         if (blocks < 8)
             memset(part, 0, (size_t)m * sizeof *part);
         for (int64_t b = 0; b < blocks; b++) {
@@ -1804,7 +1804,7 @@ INLINE_256 void q256_row_256(uint32_t type, int64_t n, const uint8_t *w, const t
         }
     }
     for (int j = 0; j < m; j++)
-        out[(size_t)j * ldo] = join_256((floats256){ acc[2 * j], acc[2 * j + 1] });
+        out[(size_t)j * ldo] = join_256((floats256){acc[2 * j], acc[2 * j + 1]});
 }
 
 INLINE_256 void q256_tile_256(uint32_t type, TILE_ARGS) {
@@ -1930,7 +1930,7 @@ INLINE_512 void unpack_group_512(uint32_t type, const uint8_t *b, int64_t blocks
         for (int k = 0; k < 8 && type == T_MXFP4; k++)
             u->w[k] = _mm512_shuffle_epi8(e2m1, u->w[k]);
     }
-    float scale[LANES] = { 0 };
+    float scale[LANES] = {0};
     if (type == T_MXFP4) {
         for (int64_t i = 0; i < blocks; i++)
             scale[i] = mxfp4_scale(b[size * i]);
@@ -2196,7 +2196,7 @@ INLINE_512 void q256_row_512(uint32_t type, int64_t n, const uint8_t *w, const t
         const int64_t left = n / 256 - g, blocks = left < LANES ? left : LANES;
         const __mmask16 mask = first_lanes(blocks);
         partial512 part[TILE];
-        uint16_t d[LANES] = { 0 }, dmin[LANES] = { 0 };
+        uint16_t d[LANES] = {0}, dmin[LANES] = {0};
         if (blocks < LANES)
             memset(part, 0, (size_t)m * sizeof *part);
         q256_group_512(type, g, blocks, w + g * type_find(type)->bytes, x, m, part, d, dmin);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -335,6 +336,64 @@ def test_what_is_not_finite_reaches_the_output(kern: Kernels, t: int, bad: float
     x[1, 700] = bad
     out = kern.mat(t, w, x)
     assert np.isfinite(out[[0, 2]]).all() and not np.isfinite(out[1]).any()
+
+
+def crc(*arrays: np.ndarray) -> int:
+    total = 0
+    for a in arrays:
+        total = zlib.crc32(a.tobytes(), total)
+    return total
+
+
+def whole_numbers(seed: int, *shape: int) -> np.ndarray:
+    """Float inputs whose bits no library's random distribution decides."""
+    return (np.random.default_rng(seed).integers(-(2**20), 2**20, shape) / 2.0**17).astype(np.float32)
+
+
+GOLDEN = {
+    F32: 0, F16: 0, BF16: 0, Q4_0: 0, Q8_0: 0, MXFP4: 0, Q2_K: 0, Q3_K: 0, Q4_K: 0, Q5_K: 0, Q6_K: 0, IQ2_XXS: 0,
+    "softmax": 0, "swiglu": 0, "sigmoid": 0, "softplus": 0, "sincos": 0,
+}  # fmt: skip
+
+
+def golden(kern: Kernels) -> dict[Any, int]:
+    found: dict[Any, int] = {}
+    i64, f32 = ctypes.c_int64, ctypes.c_float
+    for t in TYPES:
+        n = 1000 if t in FLOATS else 18 * type_shape(kern.lib, t)[0]
+        if t in FLOATS:
+            real = whole_numbers(t, 6, n)
+            w = (real if t == F32 else real.astype(np.float16) if t == F16 else (real.view(np.uint32) >> 16).astype(np.uint16)).view(np.uint8)
+        else:
+            block, size = type_shape(kern.lib, t)
+            w = np.random.default_rng(t).integers(0, 256, (6, n // block, size), np.uint8)
+            for at in (SCALE_AT.get(t), MIN_AT.get(t)):
+                if at is not None:
+                    w[:, :, at + 1] = w[:, :, at + 1] & 0x83 | 0x28  # f16 scales from 1/32 to 1/16, of both signs
+            if t == MXFP4:
+                w[:, :, 0] = w[:, :, 0] & 7 | 120
+            w = w.reshape(6, -1)
+        found[t] = crc(kern.mat(t, w, whole_numbers(t + 50, 5, n)))
+    x, y = whole_numbers(1, 2000), whole_numbers(2, 2000)
+    out = x.copy()
+    kern("softmax", i64(2000), out, f32(3), 1)
+    found["softmax"] = crc(out)
+    kern("swiglu", i64(2000), x, y, f32(5), out)
+    found["swiglu"] = crc(out)
+    kern("sigmoid", i64(2000), x, out)
+    found["sigmoid"] = crc(out)
+    kern.lib.hook_softplus(i64(2000), pointer(x), pointer(out))
+    found["softplus"] = crc(out)
+    angles = x.astype(np.float64) * 2**17
+    e, log, s, c = (np.empty_like(angles) for _ in range(4))
+    kern.lib.hook_doubles(i64(2000), *(pointer(a) for a in (angles, e, log, s, c)))
+    found["sincos"] = crc(s, c)
+    return found
+
+
+def test_bits_are_those_of_every_machine(kern: Kernels) -> None:
+    """Constants, so that another compiler, another CPU or a change of the order of sums shows."""
+    assert golden(kern) == GOLDEN
 
 
 # ---- rounding activations --------------------------------------------------------------------------------------------
