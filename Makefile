@@ -56,6 +56,16 @@ build/test_api: tests/test_api.c libds4.a ds4.h
 build/test_api_shared: tests/test_api.c libds4.so ds4.h
 	$(BUILD) -I. tests/test_api.c -L. -lds4 -Wl,-rpath,'$$ORIGIN/..' -o $@ -lm
 
+# Broken files, fuzzing and threads, under sanitizers. Each program includes ds4.c.
+SANITIZER = $(shell command -v clang-19 || echo gcc)
+CHECKED = $(SANITIZER) -O1 -g $(EXACT) -Wall -Wextra -Wno-unused-function -fno-sanitize-recover=all
+
+build/hostile: tests/hostile.c ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
+	$(CHECKED) -fsanitize=address,undefined tests/hostile.c -o $@ -lm
+
+build/hostile_plain: tests/hostile.c ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
+	$(BUILD) -Wno-unused-function tests/hostile.c -o $@ -lm
+
 $(VENV)/ready: tests/requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/requirements.txt

@@ -32,6 +32,11 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
 #endif
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -47,14 +52,27 @@
 
 static _Thread_local char last_error[1024];
 
-/* Messages quote names from files. Bytes that a terminal could act on, or that are not UTF-8, become '?'. */
+/* Bytes of the UTF-8 character at `text`, which has n bytes left, at least one; 0 if it is not well-formed. A second byte that
+ * would make an overlong form, a surrogate or more than U+10FFFF is none. */
+static size_t utf8_size(const char *text, size_t n) {
+    const unsigned char *p = (const unsigned char *)text;
+    size_t size = *p < 0x80 ? 1 : *p < 0xc2 ? 0 : *p < 0xe0 ? 2 : *p < 0xf0 ? 3 : *p < 0xf5 ? 4 : 0;
+    if (size <= 1 || size > n) return size <= n ? size : 0;
+    if (p[1] < (*p == 0xe0 ? 0xa0 : *p == 0xf0 ? 0x90 : 0x80) || p[1] > (*p == 0xed ? 0x9f : *p == 0xf4 ? 0x8f : 0xbf)) return 0;
+    for (size_t i = 2; i < size; i++)
+        if ((p[i] & 0xc0) != 0x80) return 0;
+    return size;
+}
+
+/* Messages quote names from files. Bytes that a terminal could act on (C0 and C1 controls), or that are not UTF-8, become '?'. */
 static void make_printable(char *text) {
-    for (unsigned char *p = (unsigned char *)text; *p;) {
-        int more = *p < 0x80 ? 0 : *p >= 0xc2 && *p < 0xe0 ? 1 : (*p & 0xf0) == 0xe0 ? 2 : *p >= 0xf0 && *p < 0xf5 ? 3 : -1;
-        bool good = more >= 0 && *p >= 0x20 && *p != 0x7f;
-        for (int i = 1; good && i <= more; i++) good = (p[i] & 0xc0) == 0x80;
-        if (good) p += more + 1;
-        else *p++ = '?';
+    for (char *p = text, *end = text + strlen(text); p < end;) {
+        size_t size = utf8_size(p, (size_t)(end - p));
+        unsigned char c = (unsigned char)p[0], next = (unsigned char)p[1];
+        bool control = c < 0x20 || c == 0x7f || (c == 0xc2 && next < 0xa0);
+        if (!size || control) *p = '?';
+        if (size == 2 && control) p[1] = '?';
+        p += size ? size : 1;
     }
 }
 
@@ -389,15 +407,9 @@ static int take(cursor *c, void *out, size_t n, const char *what) {
 }
 
 static bool valid_utf8(str s) {
-    for (size_t i = 0; i < s.n;) {
-        unsigned char b = (unsigned char)s.p[i];
-        size_t more = b < 0x80 ? 0 : b >= 0xc2 && b < 0xe0 ? 1 : (b & 0xf0) == 0xe0 ? 2 : b >= 0xf0 && b < 0xf5 ? 3 : SIZE_MAX;
-        if (more == SIZE_MAX || more >= s.n - i) return false;
-        for (size_t k = 1; k <= more; k++)
-            if (((unsigned char)s.p[i + k] & 0xc0) != 0x80) return false;
-        i += more + 1;
-    }
-    return true;
+    size_t i = 0, size = 1;
+    for (; size && i < s.n; i += size) size = utf8_size(s.p + i, s.n - i);
+    return size > 0;
 }
 
 static int take_string(cursor *c, str *out, const char *what) {
@@ -549,7 +561,7 @@ static void gguf_close(gguf *g) {
 }
 
 static int map_file(const char *path, mapping *out) {
-    int fd = fault() ? (errno = EMFILE, -1) : open(path, O_RDONLY | O_CLOEXEC);
+    int fd = fault() ? (errno = EMFILE, -1) : open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  /* a FIFO would wait for a writer */
     if (fd < 0) return fail("%s: cannot open: %s", path, strerror(errno));
     struct stat st;
     int result = -1;
@@ -595,7 +607,7 @@ static int read_part(gguf *g, int part) {
     cursor c = {g->parts[part].map, g->parts[part].map + g->parts[part].size, g->path, part};
     uint64_t n_tensors, n_metas, alignment;
     if (check_header(&c, &n_tensors, &n_metas)) return -1;
-    if (n_metas > MAX_ENTRIES || n_tensors > MAX_ENTRIES)
+    if (n_metas > MAX_ENTRIES || n_tensors > MAX_ENTRIES - g->n_tensors)
         return fail("%s: %llu metadata keys and %llu tensors announced, expected at most %d of each", g->path, (unsigned long long)n_metas, (unsigned long long)n_tensors, MAX_ENTRIES);
     if (n_metas > cursor_left(&c) / 13) return fail("%s: truncated: %llu metadata keys announced, the file has no room for them", g->path, (unsigned long long)n_metas);
     if (n_tensors > cursor_left(&c) / 32) return fail("%s: truncated: %llu tensors announced, the file has no room for them", g->path, (unsigned long long)n_tensors);
@@ -610,7 +622,7 @@ static int read_part(gguf *g, int part) {
         if (!grown) goto out;
         g->tensors = grown;
     }
-    tensor *mine = g->tensors + g->n_tensors;
+    tensor *mine = n_tensors ? g->tensors + g->n_tensors : NULL;
     for (size_t i = 0; i < n_tensors; i++)
         if (take_tensor(&c, &mine[i], alignment)) goto out;
     size_t header = (size_t)(c.p - g->parts[part].map), start = (header + alignment - 1) / alignment * alignment;
@@ -644,10 +656,13 @@ static int gguf_index(gguf *g) {
     if (!g->n_tensors) return 0;
     for (size_t i = 0; i < g->n_tensors; i++) g->by_name[i] = &g->tensors[i];
     qsort(g->by_name, g->n_tensors, sizeof *g->by_name, place_order);
-    for (size_t i = 1; i < g->n_tensors; i++) {
-        const tensor *a = g->by_name[i - 1], *b = g->by_name[i];
-        if (a->part == b->part && a->bytes && b->bytes && a->offset + a->bytes > b->offset)
-            return fail("%s: tensors %.*s and %.*s overlap", g->path, STR_ARG(a->name), STR_ARG(b->name));
+    const tensor *last = NULL;  /* the last one with bytes */
+    for (size_t i = 0; i < g->n_tensors; i++) {
+        const tensor *t = g->by_name[i];
+        if (!t->bytes) continue;
+        if (last && last->part == t->part && last->offset + last->bytes > t->offset)
+            return fail("%s: tensors %.*s and %.*s overlap", g->path, STR_ARG(last->name), STR_ARG(t->name));
+        last = t;
     }
     qsort(g->by_name, g->n_tensors, sizeof *g->by_name, name_order);
     for (size_t i = 1; i < g->n_tensors; i++)
@@ -1479,6 +1494,26 @@ static tile_fn *tile_for(const tile_set *s, uint32_t type) {
         tile_q2_k_##isa, tile_q3_k_##isa, tile_q4_k_##isa, tile_q5_k_##isa, tile_q6_k_##isa, tile_iq2_xxs_##isa,         \
     };
 
+/* A tile of float weights by the function `floats`, which takes O rows by J rows of activations with O*J <= 4. */
+#define FLOAT_TILE(name, attr, floats)                                                                                   \
+    attr void name(uint32_t type, TILE_ARGS) {                                                                           \
+        for (int o = 0; o < n_out; ) {                                                                                   \
+            const uint8_t *p = w + (size_t)o * w_stride;                                                                 \
+            const int rows = m == 1 && n_out - o >= 4 ? 4 : m > 1 && n_out - o >= 2 ? 2 : 1;                             \
+            for (int j = 0; j < m; ) {                                                                                   \
+                const int count = rows == 2 && m - j >= 2 ? 2 : rows == 1 && m - j >= 4 ? 4 : 1;                         \
+                float *to = out + (size_t)j * ldo + o;                                                                   \
+                if (rows == 4) floats(type, 4, 1, n, p, w_stride, x->f + j, to, ldo);                                    \
+                else if (count == 4) floats(type, 1, 4, n, p, w_stride, x->f + j, to, ldo);                              \
+                else if (count == 2) floats(type, 2, 2, n, p, w_stride, x->f + j, to, ldo);                              \
+                else if (rows == 2) floats(type, 2, 1, n, p, w_stride, x->f + j, to, ldo);                               \
+                else floats(type, 1, 1, n, p, w_stride, x->f + j, to, ldo);                                              \
+                j += count;                                                                                              \
+            }                                                                                                            \
+            o += rows;                                                                                                   \
+        }                                                                                                                \
+    }
+
 TILE_SET(scalar, , float_tile, block_tile, block_tile)
 
 /* ---- 4.7 Matrix products with AVX2 ------------------------------------------------------------------------------- */
@@ -1530,38 +1565,17 @@ INLINE_256 void floats_256(uint32_t type, const int O, const int J, int64_t n, c
         }
 }
 
-INLINE_256 void float_tile_256(uint32_t type, TILE_ARGS) {
-    for (int o = 0; o < n_out; ) {
-        const uint8_t *p = w + (size_t)o * w_stride;
-        const int rows = m == 1 && n_out - o >= 4 ? 4 : m > 1 && n_out - o >= 2 ? 2 : 1;
-        for (int j = 0; j < m; ) {
-            const int count = rows == 2 && m - j >= 2 ? 2 : rows == 1 && m - j >= 4 ? 4 : 1;
-            float *to = out + (size_t)j * ldo + o;
-            if (rows == 4)
-                floats_256(type, 4, 1, n, p, w_stride, x->f + j, to, ldo);
-            else if (count == 2)
-                floats_256(type, 2, 2, n, p, w_stride, x->f + j, to, ldo);
-            else if (count == 4)
-                floats_256(type, 1, 4, n, p, w_stride, x->f + j, to, ldo);
-            else if (rows == 2)
-                floats_256(type, 2, 1, n, p, w_stride, x->f + j, to, ldo);
-            else
-                floats_256(type, 1, 1, n, p, w_stride, x->f + j, to, ldo);
-            j += count;
-        }
-        o += rows;
-    }
-}
+FLOAT_TILE(float_tile_256, INLINE_256, floats_256)
 
 /* As f16_load_body and f16_store_body, by the instructions that do it. */
-INLINE_256 void f16_load_256(int64_t n, const uint16_t *x, float *y) {
+INLINE_256 void load_f16_256(int64_t n, const uint16_t *x, float *y) {
     int64_t i = 0;
     for (; i + 8 <= n; i += 8)
         _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(x + i))));
     f16_load_body(n - i, x + i, y + i);
 }
 
-INLINE_256 void f16_store_256(int64_t n, const float *x, uint16_t *y) {
+INLINE_256 void store_f16_256(int64_t n, const float *x, uint16_t *y) {
     int64_t i = 0;
     for (; i + 8 <= n; i += 8)
         _mm_storeu_si128((void *)(y + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
@@ -2226,7 +2240,219 @@ INLINE_512 void q256_tile_512(uint32_t type, TILE_ARGS) {
 TILE_SET(avx512, TARGET_AVX512, float_tile_512, q32_tile_512, q256_tile_512)
 #endif
 
-/* ---- 4.9 One set of functions for each instruction set ----------------------------------------------------------- */
+/* ---- 4.9 Matrix products with NEON and its dot product ----------------------------------------------------------- */
+
+#if defined(__aarch64__)
+#if defined(__ARM_FEATURE_DOTPROD)
+#define TARGET_NEON
+#else
+#define TARGET_NEON __attribute__((target("arch=armv8.2-a+dotprod")))
+#endif
+#define INLINE_NEON ALWAYS_INLINE TARGET_NEON
+
+/* 16 lanes as four vectors. */
+INLINE_NEON float join_neon(const float32x4_t *v) {
+    const float32x4_t q = vaddq_f32(vaddq_f32(v[0], v[2]), vaddq_f32(v[1], v[3]));
+    return vpadds_f32(vadd_f32(vget_low_f32(q), vget_high_f32(q)));
+}
+
+/* 4 weights of a float type. */
+INLINE_NEON float32x4_t load_floats_neon(uint32_t type, const uint8_t *w, int64_t i) {
+    if (type == T_F32)
+        return vreinterpretq_f32_u8(vld1q_u8(w + 4 * i));
+    const uint16x4_t h = vreinterpret_u16_u8(vld1_u8(w + 2 * i));
+    return type == T_F16 ? vcvt_f32_f16(vreinterpret_f16_u16(h)) : vreinterpretq_f32_u32(vshll_n_u16(h, 16));
+}
+
+/* O rows of float weights against J rows of activations, the sums in registers. */
+INLINE_NEON void floats_neon(uint32_t type, const int O, const int J, int64_t n, const uint8_t *w, size_t w_stride,
+                             const float *const *x, float *out, size_t ldo) {
+    float32x4_t acc[4][4];              /* [o*J + j][a quarter of the lanes] */
+    UNROLL for (int k = 0; k < O * J; k++)
+        UNROLL for (int c = 0; c < 4; c++)
+            acc[k][c] = vdupq_n_f32(0);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        UNROLL for (int o = 0; o < O; o++)
+            UNROLL for (int c = 0; c < 4; c++) {
+                const float32x4_t a = load_floats_neon(type, w + (size_t)o * w_stride, i + 4 * c);
+                UNROLL for (int j = 0; j < J; j++)
+                    acc[o * J + j][c] = vfmaq_f32(acc[o * J + j][c], a, vld1q_f32(x[j] + i + 4 * c));
+            }
+    UNROLL for (int o = 0; o < O; o++)
+        UNROLL for (int j = 0; j < J; j++) {
+            float lanes[LANES], *to = out + (size_t)j * ldo + o;
+            UNROLL for (int c = 0; c < 4; c++)
+                vst1q_f32(lanes + 4 * c, acc[o * J + j][c]);
+            *to = i == n ? join_neon(acc[o * J + j])
+                         : float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
+        }
+}
+
+FLOAT_TILE(float_tile_neon, INLINE_NEON, floats_neon)
+
+/* As f16_load_body and f16_store_body, by the instructions that do it. */
+INLINE_NEON void load_f16_neon(int64_t n, const uint16_t *x, float *y) {
+    int64_t i = 0;
+    for (; i + 4 <= n; i += 4)
+        vst1q_f32(y + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + i))));
+    f16_load_body(n - i, x + i, y + i);
+}
+
+INLINE_NEON void store_f16_neon(int64_t n, const float *x, uint16_t *y) {
+    int64_t i = 0;
+    for (; i + 4 <= n; i += 4)
+        vst1_u16(y + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + i))));
+    f16_store_body(n - i, x + i, y + i);
+}
+
+/* 16 bytes from each of 4 blocks, as four vectors whose lane b is the k-th word of block b (see gather_words_512). */
+INLINE_NEON void gather_words_neon(const uint8_t *b, int64_t size, int64_t blocks, int8x16_t w[4]) {
+    uint32x4_t r[4];
+    UNROLL for (int i = 0; i < 4; i++)
+        r[i] = vreinterpretq_u32_u8(vld1q_u8(b + size * (i < blocks ? i : blocks - 1)));
+    const uint64x2_t a = vreinterpretq_u64_u32(vzip1q_u32(r[0], r[1])), c = vreinterpretq_u64_u32(vzip2q_u32(r[0], r[1]));
+    const uint64x2_t d = vreinterpretq_u64_u32(vzip1q_u32(r[2], r[3])), e = vreinterpretq_u64_u32(vzip2q_u32(r[2], r[3]));
+    w[0] = vreinterpretq_s8_u64(vzip1q_u64(a, d));
+    w[1] = vreinterpretq_s8_u64(vzip2q_u64(a, d));
+    w[2] = vreinterpretq_s8_u64(vzip1q_u64(c, e));
+    w[3] = vreinterpretq_s8_u64(vzip2q_u64(c, e));
+}
+
+/* Weights of 32-value types, 4 blocks at a time (see group512), as signed bytes; the blocks' scales. */
+INLINE_NEON float32x4_t unpack_group_neon(uint32_t type, const uint8_t *b, int64_t blocks, int8x16_t w[8]) {
+    static const int8_t values[2][16] = {{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
+                                         {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};
+    const int64_t size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
+    if (type == T_Q8_0) {
+        gather_words_neon(b + 2, size, blocks, w);
+        gather_words_neon(b + 18, size, blocks, w + 4);
+    } else {
+        const int8x16_t value = vld1q_s8(values[type == T_MXFP4]);
+        gather_words_neon(b + size - 16, size, blocks, w);
+        UNROLL for (int k = 0; k < 4; k++) {
+            const uint8x16_t v = vreinterpretq_u8_s8(w[k]);
+            w[k] = vqtbl1q_s8(value, vandq_u8(v, vdupq_n_u8(15)));
+            w[k + 4] = vqtbl1q_s8(value, vshrq_n_u8(v, 4));
+        }
+    }
+    float scale[4] = {0};
+    for (int64_t i = 0; i < blocks; i++)
+        scale[i] = type == T_MXFP4 ? mxfp4_scale(b[size * i]) : f16_to_f32(load_u16(b + size * i));
+    return vld1q_f32(scale);
+}
+
+/* A row of a 32-value type against a tile of activations, for `lanes` blocks from b, all four or the last ones: a quarter of
+ * a group of `blocks`. */
+INLINE_NEON void q32_group_neon(uint32_t type, int64_t b, const int64_t lanes, int64_t blocks, const uint8_t *w,
+                                const tile_acts *x, int m, float (*acc)[LANES]) {
+    int8x16_t u[8];
+    const float32x4_t w_scale = unpack_group_neon(type, w, lanes, u);
+    for (int j = 0; j < m; j++) {
+        const int8_t *q = x->q[j] + (b & ~(int64_t)15) * 32 + (b & 15) * 4;
+        float *to = acc[j] + (b & 15), few[4] = {0};
+        int32x4_t dot = vdupq_n_s32(0);
+        UNROLL for (int k = 0; k < 8; k++) {
+            int8_t word[16] = {0};
+            if (lanes < 4)              /* what lies beyond is not the row's */
+                memcpy(word, q + k * 4 * blocks, (size_t)lanes * 4);
+            dot = vdotq_s32(dot, u[k], vld1q_s8(lanes < 4 ? word : q + k * 4 * blocks));
+        }
+        if (lanes < 4)
+            memcpy(few, x->d[j] + b, (size_t)lanes * 4);
+        const float32x4_t scale = vmulq_f32(w_scale, vld1q_f32(lanes < 4 ? few : x->d[j] + b));
+        float sum[4];
+        vst1q_f32(sum, vfmaq_f32(vld1q_f32(to), vcvtq_f32_s32(dot), scale));
+        memcpy(to, sum, (size_t)lanes * 4);
+    }
+}
+
+INLINE_NEON void q32_tile_neon(uint32_t type, TILE_ARGS) {
+    const int size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
+    for (int o = 0; o < n_out; o++) {
+        const uint8_t *row = w + (size_t)o * w_stride;
+        float acc[TILE][LANES];
+        memset(acc, 0, (size_t)m * sizeof *acc);
+        for (int64_t b = 0; b < n / 32; b += 4) {
+            const int64_t left = n / 32 - b, group = n / 32 - (b & ~(int64_t)15), blocks = group < LANES ? group : LANES;
+            if (left >= 4)
+                q32_group_neon(type, b, 4, blocks, row + b * size, x, m, acc);
+            else
+                q32_group_neon(type, b, left, blocks, row + b * size, x, m, acc);
+        }
+        for (int j = 0; j < m; j++)
+            out[(size_t)j * ldo + (size_t)o] = join_lanes(acc[j]);
+    }
+}
+
+/* The code words and signs of IQ2_XXS by vectors; what else a block holds as unpack_iq2_xxs does it. */
+INLINE_NEON void unpack_iq2_xxs_neon(const uint8_t *b, wblock *u) {
+    const uint8x16_t bit = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201u));
+    u->d = f16_to_f32(load_u16(b)) * 0.125f;
+    for (int g = 0; g < 8; g++) {
+        const uint8_t *code = b + 2 + 8 * g;
+        const uint32_t rest = load_u32(code + 4);
+        uint32_t sign = (rest & 0x7f) | (rest << 1 & 0x7f00) | (rest << 2 & 0x7f0000) | (rest << 3 & 0x7f000000);
+        uint32_t parity = sign ^ (sign >> 4);
+        parity ^= parity >> 2;
+        parity ^= parity >> 1;
+        sign |= (parity & 0x01010101) << 7;
+        UNROLL for (int k = 0; k < 4; k += 2) {
+            const uint64x2_t word = vcombine_u64(vcreate_u64(iq2_grid[code[k]]), vcreate_u64(iq2_grid[code[k + 1]]));
+            const uint8x16_t each = vcombine_u8(vdup_n_u8((uint8_t)(sign >> (8 * k))), vdup_n_u8((uint8_t)(sign >> (8 * k + 8))));
+            const int8x16_t minus = vreinterpretq_s8_u8(vtstq_u8(each, bit));
+            vst1q_s8(u->q + 32 * g + 8 * k, vsubq_s8(veorq_s8(vreinterpretq_s8_u64(word), minus), minus));
+        }
+        u->scale[2 * g] = u->scale[2 * g + 1] = (int16_t)(1 + 2 * (rest >> 28));
+    }
+}
+
+/* A block of 256 weights against block b of row j of a tile: adds to the block's lane. */
+INLINE_NEON void block_dot_neon(uint32_t type, const wblock *u, const tile_acts *x, int j, int64_t b, float *acc) {
+    const int8_t *q = x->q[j] + b * 256;
+    int32x4_t dot = vdupq_n_s32(0);
+    UNROLL for (int c = 0; c < 16; c++) {
+        const int32x4_t part = vdotq_s32(vdupq_n_s32(0), vld1q_s8(u->q + 16 * c), vld1q_s8(q + 16 * c));
+        dot = vmlaq_n_s32(dot, part, u->scale[c]);
+    }
+    const float scale = x->d[j][b];
+    float *lane = acc + b % LANES;
+    *lane = __builtin_fmaf((float)vaddvq_s32(dot), u->d * scale, *lane);
+    if (type_has_min(type)) {
+        const int16x8_t s0 = vld1q_s16(x->sum[j] + b * 16), s1 = vld1q_s16(x->sum[j] + b * 16 + 8);
+        const int16x8_t m0 = vld1q_s16(u->min), m1 = vld1q_s16(u->min + 8);
+        int32x4_t min = vmull_s16(vget_low_s16(s0), vget_low_s16(m0));
+        min = vmlal_s16(min, vget_high_s16(s0), vget_high_s16(m0));
+        min = vmlal_s16(min, vget_low_s16(s1), vget_low_s16(m1));
+        min = vmlal_s16(min, vget_high_s16(s1), vget_high_s16(m1));
+        *lane = __builtin_fmaf(-(float)vaddvq_s32(min), u->dmin * scale, *lane);
+    }
+}
+
+INLINE_NEON void q256_tile_neon(uint32_t type, TILE_ARGS) {
+    const int size = type_find(type)->bytes;
+    for (int o = 0; o < n_out; o++) {
+        const uint8_t *row = w + (size_t)o * w_stride;
+        float acc[TILE][LANES];
+        memset(acc, 0, (size_t)m * sizeof *acc);
+        for (int64_t b = 0; b < n / 256; b++) {
+            wblock u;
+            if (type == T_IQ2_XXS)
+                unpack_iq2_xxs_neon(row + b * size, &u);
+            else
+                unpack(type, row + b * size, &u);
+            for (int j = 0; j < m; j++)
+                block_dot_neon(type, &u, x, j, b, acc[j]);
+        }
+        for (int j = 0; j < m; j++)
+            out[(size_t)j * ldo + (size_t)o] = join_lanes(acc[j]);
+    }
+}
+
+TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
+#endif
+
+/* ---- 4.10 One set of functions for each instruction set ----------------------------------------------------------- */
 
 /* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them. */
 #define KERNEL_SET(isa, attr, quantise_32, load_f16, store_f16)                                                                                       \
@@ -2270,52 +2496,61 @@ TILE_SET(avx512, TARGET_AVX512, float_tile_512, q32_tile_512, q256_tile_512)
 
 KERNEL_SET(scalar, , quantise_32_body, f16_load_body, f16_store_body)
 #if defined(__x86_64__)
-KERNEL_SET(avx2, TARGET_AVX2, quantise_32_256, f16_load_256, f16_store_256)
-KERNEL_SET(avx512, TARGET_AVX512, quantise_32_256, f16_load_256, f16_store_256)
+KERNEL_SET(avx2, TARGET_AVX2, quantise_32_256, load_f16_256, store_f16_256)
+KERNEL_SET(avx512, TARGET_AVX512, quantise_32_256, load_f16_256, store_f16_256)
+#elif defined(__aarch64__)
+KERNEL_SET(neon, TARGET_NEON, quantise_32_body, load_f16_neon, store_f16_neon)
 #endif
 
-/* ---- 4.10 The dispatch table -------------------------------------------------------------------------------------- */
+/* ---- 4.11 The dispatch table -------------------------------------------------------------------------------------- */
 
+/* In the order of preference, the best one last. */
+static const kernels *const kernel_sets[] = {
+    &kernels_scalar,
 #if defined(__x86_64__)
-/* Does the CPU have the instructions, and does the system save their registers (XCR0)? */
-static bool cpu_has(bool wide) {
-    unsigned a, b, c, d, low, high;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_FMA) || !(c & bit_F16C) || !(c & bit_OSXSAVE))
-        return false;
-    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    if ((low & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2))
-        return false;
-    const unsigned need = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
-    return !wide || ((low & 0xe6) == 0xe6 && (b & need) == need && (c & bit_AVX512VNNI));
-}
+    &kernels_avx2, &kernels_avx512,
+#elif defined(__aarch64__)
+    &kernels_neon,
 #endif
+};
+enum { KERNEL_SETS = sizeof kernel_sets / sizeof *kernel_sets };
+
+/* Does the CPU have the instructions, and (x86: XCR0) does the system save their registers? */
+static bool cpu_runs(const kernels *k) {
+    if (k == &kernels_scalar) return true;
+#if defined(__x86_64__)
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_FMA) || !(c & bit_F16C) || !(c & bit_OSXSAVE)) return false;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return false;
+    const unsigned need = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+    return k == &kernels_avx2 || ((low & 0xe6) == 0xe6 && (b & need) == need && (c & bit_AVX512VNNI));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return true;
+#elif defined(__aarch64__) && defined(__linux__)
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+    return false;
+#endif
+}
 
 /* The kernels by name, or NULL (see ds4_last_error) if there are none of that name or the CPU cannot run them. */
 static const kernels *kernels_named(const char *name) {
-    bool known = strcmp(name, "scalar") == 0;
-    if (known)
-        return &kernels_scalar;
-#if defined(__x86_64__)
-    for (int wide = 0; wide < 2; wide++) {
-        const kernels *k = wide ? &kernels_avx512 : &kernels_avx2;
-        if (strcmp(name, k->name) != 0)
-            continue;
-        known = true;
-        if (cpu_has(wide))
-            return k;
+    for (int i = 0; i < KERNEL_SETS; i++) {
+        if (strcmp(name, kernel_sets[i]->name) != 0) continue;
+        if (cpu_runs(kernel_sets[i])) return kernel_sets[i];
+        fail("this CPU cannot run the %s kernels", name);
+        return NULL;
     }
-#endif
-    fail(known ? "this CPU cannot run the %s kernels" : "there are no kernels called %s in this build", name);
+    fail("there are no kernels called %s in this build", name);
     return NULL;
 }
 
 /* The fastest kernels this CPU can run. */
 static const kernels *kernels_best(void) {
-#if defined(__x86_64__)
-    return cpu_has(true) ? &kernels_avx512 : cpu_has(false) ? &kernels_avx2 : &kernels_scalar;
-#else
-    return &kernels_scalar;
-#endif
+    int i = KERNEL_SETS - 1;
+    while (!cpu_runs(kernel_sets[i])) i--;
+    return kernel_sets[i];
 }
 
 /* Bytes of a row of n values: -1 if they do not fill blocks, 0 for a type that is not read. */
@@ -3233,7 +3468,8 @@ static int tok_chat(const tokenizer *t, const chat_message *m, size_t n, think_m
  * and the GGUF files made of it.
  * ========================================================================================================================== */
 
-enum { MAX_LAYERS = 512, MAX_STREAMS = 16, MAX_USED = 64 };
+/* Far above any real model. What no tensor's size confirms is bounded so that a small file cannot ask for much memory or time. */
+enum { MAX_LAYERS = 512, MAX_STREAMS = 16, MAX_USED = 64, MAX_EXPERTS = 4096, MAX_SINKHORN = 100, MAX_RATIO = 1024, MAX_VOCAB = 1 << 20, MAX_WIDTH = 1 << 24, MAX_UNPACKED = 32 << 20 };
 
 typedef struct {
     int n_layers, dim, n_vocab, n_streams, n_heads, head_dim, rope_dim, q_rank, o_groups, o_rank, window;
@@ -3312,6 +3548,7 @@ typedef struct {
     bool has_head, file_has_head;
     float *owned[MAX_LAYERS * 24 + 64];     /* small tensors, unpacked to f32 */
     int n_owned;
+    int64_t unpacked;       /* bytes that owned has beyond twice what its tensors have in the file */
     int64_t weight_bytes, head_weight_bytes, *counting;
     uint64_t identity;      /* of the target: sizes, tensors and a sample of their bytes */
     uint64_t head_identity;
@@ -3365,7 +3602,7 @@ static int read_rope(const gguf *g, config *c) {
     c->yarn_original = c->context_length;
     c->yarn_fast = 32;
     c->yarn_slow = 1;
-    if (read_float(g, "rope.freq_base", 1, 1e12, &c->rope_base) || read_float_or(g, "attention.compress_rope_freq_base", 1, 1e12, c->rope_base, &c->rope_base_compressed)) return -1;
+    if (read_float(g, "rope.freq_base", 2, 1e12, &c->rope_base) || read_float_or(g, "attention.compress_rope_freq_base", 2, 1e12, c->rope_base, &c->rope_base_compressed)) return -1;
     if (type.p && !str_is(type, "yarn") && !str_is(type, "none")) return fail("%s: key " ARCH "rope.scaling.type is %.*s; expected yarn or none", g->path, STR_ARG(type));
     if (!type.p || str_is(type, "none")) return 0;
     return read_float(g, "rope.scaling.factor", 1, 1e6, &c->yarn_factor) || read_float(g, "rope.scaling.original_context_length", 1, 1e9, &c->yarn_original) ||
@@ -3381,13 +3618,13 @@ static int read_experts(const gguf *g, config *c) {
     } else if (gating && (gating->array || !meta_is_number(gating) || meta_number(gating, 0) != 4)) return fail("%s: key " ARCH "expert_gating_func: expected 4 (sqrt-softplus)", g->path);
     c->expert_norm = !norm || !meta_is_number(norm) || norm->array || meta_number(norm, 0) != 0;
     double scale;
-    if (read_int(g, "expert_count", 1, 65536, &c->n_experts) || read_int(g, "expert_used_count", 1, min_int(c->n_experts, MAX_USED), &c->n_used) ||
+    if (read_int(g, "expert_count", 1, MAX_EXPERTS, &c->n_experts) || read_int(g, "expert_used_count", 1, min_int(c->n_experts, MAX_USED), &c->n_used) ||
         read_int_or(g, "expert_shared_count", 1, 64, 1, &c->n_shared) || read_int_or(g, "hash_layer_count", 0, MAX_LAYERS, 0, &c->n_hash) ||
         read_float_or(g, "expert_weights_scale", 0, 1e6, 1, &scale)) return -1;
     c->expert_scale = (float)scale;
     for (int i = 0; i <= c->n_layers; i++) {
         double ff, ratio, clamp = 0, clamp_shared;
-        if (number_at(g, "expert_feed_forward_length", i, 1, 1 << 24, &ff) || number_at(g, "attention.compress_ratios", i, 0, 1 << 20, &ratio)) return -1;
+        if (number_at(g, "expert_feed_forward_length", i, 1, 1 << 24, &ff) || number_at(g, "attention.compress_ratios", i, 0, MAX_RATIO, &ratio)) return -1;
         if (arch_meta(g, "swiglu_clamp_exp") && number_at(g, "swiglu_clamp_exp", i, 0, 1e30, &clamp)) return -1;
         clamp_shared = clamp;
         if (arch_meta(g, "swiglu_clamp_shexp") && number_at(g, "swiglu_clamp_shexp", i, 0, 1e30, &clamp_shared)) return -1;
@@ -3412,7 +3649,7 @@ static int read_config(const gguf *g, config *c, int n_layers) {
         read_int(g, "rope.dimension_count", 2, c->head_dim, &c->rope_dim) || read_int(g, "attention.q_lora_rank", 1, 1 << 20, &c->q_rank) ||
         read_int(g, "attention.output_group_count", 1, c->n_heads, &c->o_groups) || read_int(g, "attention.output_lora_rank", 1, 1 << 20, &c->o_rank) ||
         read_int(g, "attention.sliding_window", 1, 1 << 20, &c->window) || read_int(g, "hyper_connection.count", 1, MAX_STREAMS, &c->n_streams) ||
-        read_int(g, "hyper_connection.sinkhorn_iterations", 1, 1000, &c->sinkhorn) || read_float(g, "hyper_connection.epsilon", 0, 1, &hc_eps) ||
+        read_int(g, "hyper_connection.sinkhorn_iterations", 1, MAX_SINKHORN, &c->sinkhorn) || read_float(g, "hyper_connection.epsilon", 0, 1, &hc_eps) ||
         read_float(g, "attention.layer_norm_rms_epsilon", 0, 1, &eps) || read_int(g, "context_length", 1, 1 << 30, &c->context_length) ||
         read_rope(g, c) || read_experts(g, c)) return -1;
     c->norm_eps = (float)eps;
@@ -3423,10 +3660,14 @@ static int read_config(const gguf *g, config *c, int n_layers) {
     for (int i = 0; i < n_layers; i++) indexed |= c->ratio[i] == 4;
     if (indexed && (read_int(g, "attention.indexer.head_count", 1, 65536, &c->index_heads) || read_int(g, "attention.indexer.key_length", c->rope_dim, 65536, &c->index_dim) ||
                     read_int(g, "attention.indexer.top_k", 1, 1 << 24, &c->index_top_k))) return -1;
+    const struct { int64_t size; const char *what; } widths[] = {{(int64_t)c->n_heads * c->head_dim, "attention.head_count times attention.key_length"},
+        {(int64_t)c->o_groups * c->o_rank, "attention.output_group_count times attention.output_lora_rank"}, {(int64_t)c->index_heads * c->index_dim, "attention.indexer.head_count times its key_length"}};
+    for (size_t i = 0; i < sizeof widths / sizeof *widths; i++)
+        if (widths[i].size > MAX_WIDTH) return fail("%s: keys " ARCH "%s: %lld; expected at most %d", g->path, widths[i].what, (long long)widths[i].size, MAX_WIDTH);
     const tensor *embed = gguf_tensor(g, "token_embd.weight");
     if (!embed) return fail("%s: tensor token_embd.weight is missing", g->path);
-    if (embed->dims[1] > 1 << 24) return fail("%s: tensor token_embd.weight: %lld rows, expected at most 2^24", g->path, (long long)embed->dims[1]);
-    return read_int_or(g, "vocab_size", 1, 1 << 24, (int)embed->dims[1], &c->n_vocab);
+    if (embed->dims[1] > MAX_VOCAB) return fail("%s: tensor token_embd.weight: %lld rows, expected at most %d", g->path, (long long)embed->dims[1], MAX_VOCAB);
+    return read_int_or(g, "vocab_size", 1, MAX_VOCAB, (int)embed->dims[1], &c->n_vocab);
 }
 
 /* ---- reading tensors ---- */
@@ -3472,6 +3713,8 @@ static int read_matrix(reader r, const char *name, int64_t n_in, int64_t n_out, 
 static int read_floats(reader r, const char *name, int64_t d0, int64_t d1, float **out) {
     matrix w;
     if (read_matrix(r, name, d0, d1, 1, &w)) return -1;
+    r.m->unpacked += d1 * (d0 * (int64_t)sizeof(float) - 2 * (int64_t)w.stride);
+    if (r.m->unpacked > MAX_UNPACKED) return fail("%s: tensor %s%s has type %s and is too large for that; expected F32 or F16", r.g->path, r.prefix, name, type_name(w.type));
     float *values = mem_array((size_t)(d0 * d1), sizeof *values);
     if (!values) return -1;
     r.m->owned[r.m->n_owned++] = values;
@@ -3627,7 +3870,9 @@ static int model_rope(model *m) {
 static int load_target(model *m) {
     const gguf *g = m->file;
     int n_layers = 0;
-    if (check_target_arch(g) || count_layers(g, &n_layers, &m->file_has_head) || read_config(g, &m->c, n_layers)) return -1;
+    if (check_target_arch(g) || count_layers(g, &n_layers, &m->file_has_head)) return -1;
+    if (n_layers == 0) return fail("%s: holds an MTP head only, not a target; give it as the head", g->path);
+    if (read_config(g, &m->c, n_layers)) return -1;
     const config *c = &m->c;
     m->counting = &m->weight_bytes;
     reader r = {m, g, ""};
@@ -4094,9 +4339,9 @@ static void cache_free(cache *c) {
     mem_free(c->index_rows);
 }
 
-/* Sizes of a cache for a layer of this ratio; nothing is allocated. */
+/* Sizes of a cache for a layer of this ratio; nothing is allocated. A row looks back on no more rows than there are. */
 static cache cache_sizes(const config *c, int ratio, int ctx, int slack) {
-    cache out = {.need = c->window - 1, .ratio = ratio};
+    cache out = {.need = min_int(c->window - 1, ctx), .ratio = ratio};
     out.ring = out.need + slack;
     if (ratio > 0) {
         out.comp_need = ratio == 4 ? 2 * ratio - 1 : ratio - 1;
@@ -4109,7 +4354,7 @@ static cache cache_sizes(const config *c, int ratio, int ctx, int slack) {
 static int64_t cache_bytes(const config *c, const cache *k, ds4_kv_type type) {
     int64_t row = (int64_t)kv_row_bytes(c, type), parts = k->ratio == 4 ? 2 : 1;
     int64_t bytes = k->ring * row;
-    if (k->ratio > 0) bytes += k->windows * row + 2 * k->comp_ring * parts * c->head_dim * 4;
+    if (k->ratio > 0) bytes += k->windows * row + 2 * (int64_t)k->comp_ring * parts * c->head_dim * 4;
     if (k->ratio == 4) bytes += k->windows * (int64_t)index_row_bytes(c, type) + 2 * (int64_t)k->comp_ring * 2 * c->index_dim * 4;
     return bytes;
 }
@@ -4758,7 +5003,7 @@ static size_t thread_floats(const config *c, int ctx) {
         if (c->ratio[i] == 4 && seen > c->index_top_k) seen = c->index_top_k;
         if (seen > windows) windows = seen;
     }
-    int64_t attention = c->head_dim + (c->window + windows) * c->n_heads, widest = max_int(c->head_dim, c->index_dim);
+    int64_t attention = c->head_dim + (min_int(c->window, ctx) + windows) * c->n_heads, widest = max_int(c->head_dim, c->index_dim);
     int64_t others = 3 * widest + c->rope_dim + c->index_heads + widest;
     return (size_t)(attention > others ? attention : others) + 64;
 }
@@ -4778,7 +5023,7 @@ static int scratch_new(scratch *s, const config *c, int rows, int threads, int c
         {&s->down, used * dim}, {&s->shared_gate, n * shared}, {&s->shared_up, n * shared}, {&s->head_e, head ? n * dim : 1}, {&s->head_norm, head ? n * streams : 1}};
     for (size_t i = 0; i < sizeof floats / sizeof *floats; i++)
         if (!(*floats[i].to = scratch_part(s, floats[i].count, sizeof(float)))) return -1;
-    struct { int32_t **to; size_t count; } ints[] = {{&s->selected, n * (size_t)(c->index_top_k ? c->index_top_k : 1)}, {&s->group_rows, n * (size_t)c->o_groups}, {&s->picks, used}, {&s->slots, used},
+    struct { int32_t **to; size_t count; } ints[] = {{&s->selected, n * (size_t)max_int(1, min_int(c->index_top_k, ctx / 4))}, {&s->group_rows, n * (size_t)c->o_groups}, {&s->picks, used}, {&s->slots, used},
         {&s->slot_rows, used}, {&s->expert_start, (size_t)c->n_experts + 1}, {&s->iota, slots}};
     for (size_t i = 0; i < sizeof ints / sizeof *ints; i++)
         if (!(*ints[i].to = scratch_part(s, ints[i].count, sizeof(int32_t)))) return -1;
@@ -5180,8 +5425,11 @@ static int load_tokenizer(ds4_engine *e, bool ids_only) {
     const gguf *g = e->model->file;
     size_t n = 0, n_merges = 0;
     if (!gguf_meta(g, "tokenizer.ggml.tokens")) return ids_only ? 0 : fail("%s: key tokenizer.ggml.tokens is missing", g->path);
+    const meta *tokens = gguf_meta(g, "tokenizer.ggml.tokens"), *merges = gguf_meta(g, "tokenizer.ggml.merges");
+    if (tokens->array && tokens->count != (uint64_t)e->model->c.n_vocab)
+        return fail("%s: key tokenizer.ggml.tokens has %llu tokens, the vocabulary has %d", g->path, (unsigned long long)tokens->count, e->model->c.n_vocab);
+    if (merges && merges->count > MAX_VOCAB) return fail("%s: key tokenizer.ggml.merges has %llu merges; expected at most %d", g->path, (unsigned long long)merges->count, MAX_VOCAB);
     if (!(e->token_list = meta_strings(g, "tokenizer.ggml.tokens", &n))) return n ? -1 : fail("%s: key tokenizer.ggml.tokens: expected an array of strings", g->path);
-    if ((int64_t)n != e->model->c.n_vocab) return fail("%s: key tokenizer.ggml.tokens has %zu tokens, the vocabulary has %d", g->path, n, e->model->c.n_vocab);
     e->merge_list = meta_strings(g, "tokenizer.ggml.merges", &n_merges);
     if (!e->merge_list && n_merges) return -1;
     const meta *types = gguf_meta(g, "tokenizer.ggml.token_type"), *add_bos = gguf_meta(g, "tokenizer.ggml.add_bos_token");
@@ -5285,7 +5533,7 @@ static int session_slack(const ds4_engine *e) { return max_int(e->chunk, DS4_MAX
 
 static int64_t session_total(const ds4_engine *e) {
     const config *c = &e->model->c;
-    int64_t bytes = (int64_t)(session_slack(e) + c->window) * (int64_t)e->sizes.streams * 4 + (int64_t)c->n_vocab * 4 * (DS4_MAX_DRAFT + 1) + (int64_t)e->ctx * 4;
+    int64_t bytes = (int64_t)(session_slack(e) + min_int(c->window, e->ctx)) * (int64_t)e->sizes.streams * 4 + (int64_t)c->n_vocab * 4 * (DS4_MAX_DRAFT + 1) + (int64_t)e->ctx * 4;
     for (int i = 0; i <= c->n_layers; i++) {
         cache sizes = cache_sizes(c, c->ratio[i], e->ctx, session_slack(e));
         if (i < c->n_layers || e->model->has_head) bytes += cache_bytes(c, &sizes, e->kv_type);
@@ -5404,7 +5652,7 @@ static ds4_session *session_new(ds4_engine *e) {
     s->logits_row = -1;
     s->draft = e->draft;
     s->margin = e->margin;
-    s->stream_need = c->window;
+    s->stream_need = min_int(c->window, s->ctx);
     s->stream_ring = s->stream_need + session_slack(e);
     if (e->model->has_head) session_set_drafter(s, &mtp_drafter, NULL);
     if (!(s->caches = mem_array((size_t)c->n_layers + 1, sizeof *s->caches)) || !(s->tokens = mem_array((size_t)s->ctx + DS4_MAX_DRAFT + 1, sizeof(int))) ||
@@ -5506,7 +5754,7 @@ int ds4_session_head_logits(ds4_session *s, int from, int to, float *out) {
     ds4_engine *e = s->engine;
     if (!e->model->has_head) return fail("no MTP head is loaded");
     if (from < 0 || from > to || to > s->position - 1) return fail("head rows %d to %d: expected rows below %d, whose next token is known", from, to, s->position - 1);
-    int first = s->written - s->stream_ring + e->model->c.window - 1;
+    int first = s->written - s->stream_ring + s->stream_need - 1;
     if (from < first) return fail("head rows from %d: rows from %d on can still be made", from, first);
     pthread_mutex_lock(&e->run);
     head_catch_up(s, from);
@@ -5780,7 +6028,7 @@ out:
 
 int ds4_session_load(ds4_session *s, const char *path) {
     struct stat st;
-    int fd = fault() ? (errno = EMFILE, -1) : open(path, O_RDONLY | O_CLOEXEC), result = -1;
+    int fd = fault() ? (errno = EMFILE, -1) : open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK), result = -1;
     if (fd < 0) return fail("%s: cannot open: %s", path, strerror(errno));
     uint8_t *buf = NULL;
     if (fstat(fd, &st) || !S_ISREG(st.st_mode)) {

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine import Engine, Failed, Session, bits
-from fixtures import FIXTURES
+from fixtures import FIXTURES, rewrite, tensors_of
 
 PROMPT, TEXT = 40, 560
 
@@ -141,6 +141,33 @@ def test_rewind_limits(texts: dict[str, Text]) -> None:
         session.rewind(0)
         session.eval(text.tokens[:180])
         assert session.save() == plain.save()
+
+
+def failed_pass(text: Text, tmp: Path) -> None:
+    """A pass of the most rows that fails (non-finite logits) commits nothing; then back as far as may be, with plain's bits."""
+    embed = np.asarray(tensors_of(text.files[0])["token_embd.weight"].data).copy()
+    spoiled = next(i for i in range(2, len(embed)) if i not in set(text.tokens.tolist()))
+    embed[spoiled] = np.nan
+    model = rewrite(text.files[0], tmp / "spoiled.gguf", tensors={"token_embd.weight": embed})
+    with Engine(model, text.files[1], prefill_chunk=17, max_rewind=30, ctx=1024) as engine:
+        for start in range(150, 154):
+            session, plain = text.session(engine, start), text.session(engine, start - 29)
+            tokens = [*text.tokens[start : start + 16].tolist(), spoiled]
+            with pytest.raises(Failed, match=f"non-finite logits at position {start + 16}"):
+                session.eval(tokens)
+            assert session.position == start
+            session.rewind(start - 30)
+            for _ in range(2):
+                session.eval(text.tokens[session.position : session.position + 1])
+                if session.position == start - 29:
+                    assert np.array_equal(bits(session.logits()), bits(plain.logits()))
+            plain.eval(text.tokens[start - 29 : start - 28])
+            assert np.array_equal(bits(session.logits()), bits(plain.logits()))
+
+
+def test_failed_pass(texts: dict[str, Text], tmp_path: Path) -> None:
+    for text in texts.values():
+        failed_pass(text, tmp_path)
 
 
 def test_many_forks(texts: dict[str, Text]) -> None:

@@ -1,0 +1,137 @@
+"""Tests of the tests: faults planted in the engine must be caught by the comparison with plain decoding.
+
+Each mutant is ds4.c with one line changed, built as a library of its own; the checks of test_state.py and test_forward.py in
+small must fail on it. A line that is no longer there fails too: then the mutant has to follow the code.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MUTANTS = {
+    "none": ("", ""),
+    "stale compressed row": (
+        "        if ((j->p->rows[r].position + 1) % j->p->l->ratio == 0) emit_window(",
+        "        if ((j->p->rows[r].position + 1) % j->p->l->ratio == 0 && j->p->rows[r].position >= j->p->rows[r].s->written) emit_window(",
+    ),
+    "rejected raw row kept": (
+        "        kv_store(e->dev.k, c, e->kv_type, kv, to->raw +",
+        "        if (p->rows[r].position >= p->rows[r].s->written) kv_store(e->dev.k, c, e->kv_type, kv, to->raw +",
+    ),
+    # Its last row is needed only after a pass of the most rows that committed none of them.
+    "raw ring one row short": ("    out.ring = out.need + slack;", "    out.ring = out.need + slack - 1;"),
+    "compressor ring a slot off": (
+        "int64_t slot = p->rows[r].position % to->comp_ring * stride;",
+        "int64_t slot = (p->rows[r].position + (r > 0)) % to->comp_ring * stride;",
+    ),
+    "compressor ring too short": ("2 * ratio - 1 : ratio - 1;", "ratio - 1 : ratio - 1;"),
+    "index ring not rewound": (
+        "        float *to_kv = (index ?",
+        "        if (index && p->rows[r].position < p->rows[r].s->written) continue;\n        float *to_kv = (index ?",
+    ),
+    "head row left from drafting": ("s->head_to = min_int(s->head_to, max_int(0, s->position - 1));", ""),
+    "head rows not made for accepted drafts": ("if (s->head_to < to) head_rows(s, s->head_to, to, NULL);", "if (s->head_to < to - 2) head_rows(s, s->head_to, to, NULL);"),
+    "windows counted from the pass": (
+        "return p->l->ratio ? (p->rows[r].position + 1) / p->l->ratio : 0;",
+        "return p->l->ratio ? (p->rows[p->n - 1].position + 1) / p->l->ratio : 0;",
+    ),
+    "a sum that depends on the row count": (
+        "        rms_norm(k, c->dim, y, j->norm, c->norm_eps, y);",
+        "        rms_norm(k, c->dim, y, j->norm, c->norm_eps * (j->p->n > 1 ? 1.001f : 1.0f), y);",
+    ),
+    "margin ignored": ("bool keep = match && lead >= s->margin &&", "bool keep = (match || lead > -1.0f) &&"),
+    "accepts the second best": ("bool match = k->argmax(V, z) == c->drafts[i];", "bool match = lead_of(k, V, z, c->drafts[i]) > -0.5f;"),
+    "streams not kept": ("memcpy(session_streams(rows[r].s, rows[r].position), e->s.x", "if (r == 0) memcpy(session_streams(rows[r].s, rows[r].position), e->s.x"),
+}
+
+# What runs against a mutant, in a process of its own. The depths and places are few: a fault that shows only by luck would
+# have to be caught by the full tests.
+CHECK = """
+import sys, tempfile
+sys.path[:0] = [{tests!r}, {python!r}]
+import conftest
+from pathlib import Path
+conftest.make = lambda target: Path({library!r})
+import numpy as np
+import engine, test_state
+data = Path({tests!r}) / "data"
+for name in ("tiny", "odd"):
+    text = test_state.Text(data, name)
+    with engine.Engine(*text.files, prefill_chunk=17, max_rewind=30, ctx=1024) as e:
+        fast, plain = text.session(e, 41), text.session(e, 41)
+        fast.set_mtp(5, 0)
+        plain.set_mtp(0, 0)
+        order = np.random.default_rng(1).integers(0, 6, 400).tolist()
+        while fast.position < 230:
+            test_state.cycles(fast, plain, text, [order.pop()], 5)
+        for place in range(5):      # the longest pass, all but one of its rows refused, then back as far as may be
+            fast.set_mtp(16, 0)
+            cycle = fast.position
+            test_state.cycles(fast, plain, text, [0], 16)
+            far = plain.fork()
+            for s in (fast, far):
+                s.rewind(cycle + 1 - 30)
+                s.set_mtp(0, 0)
+                assert s.generate(12 + place) == text.tokens[cycle + 1 - 30 : cycle - 17 + place].tolist()
+            assert np.array_equal(fast.logits(), far.logits())
+            other = text.session(e, cycle - 17 + place)
+            assert np.array_equal(fast.logits(), other.logits())
+            fast.eval(text.tokens[fast.position : cycle + 1])
+            test_state.same(fast, plain, text)
+        own = text.session(e, 60)
+        own.set_mtp(3, 0)       # the head's own drafts, mostly wrong
+        got = own.generate(120)
+        assert got == text.tokens[60:180].tolist()
+        plain = text.session(e, 180)
+        assert np.array_equal(own.head_logits(150, 179), plain.head_logits(150, 179))
+        own.rewind(170)             # and on with another text: the head row of 169 was made for the old token at 170
+        other = text.session(e, 170)
+        for s in (own, other):
+            s.eval([7, 9, 11])
+        assert np.array_equal(own.head_logits(171, 172), other.head_logits(171, 172))
+        near = text.session(e, 60)
+        near.set_mtp(2, 0)
+        for _ in range(20):     # a runner-up is no match
+            z = near.logits()
+            best, second = np.argsort(-z)[:2].tolist()
+            script = text.tokens.copy()
+            after = near.fork()
+            after.step(best, 1)
+            script[near.position + 1] = int(np.argsort(-after.logits())[1])
+            near.script(script)
+            near.step(best, 3)
+            assert near.tokens == text.tokens[: near.position].tolist()
+    with tempfile.TemporaryDirectory() as tmp:
+        test_state.failed_pass(text, Path(tmp))
+print("all equal")
+"""
+
+
+FEW = ["none", "stale compressed row", "index ring not rewound", "a sum that depends on the row count"]     # all with DS4_DEEP=1
+
+
+@pytest.mark.parametrize("name", MUTANTS if os.environ.get("DS4_DEEP") else FEW)
+def test_mutant_is_caught(root: Path, tmp_path: Path, name: str) -> None:
+    old, new = MUTANTS[name]
+    source = (root / "ds4.c").read_text()
+    assert source.count(old) == 1 or not old, f"the line of the mutant {name!r} is gone or not unique"
+    (tmp_path / "ds4.c").write_text(source.replace(old, new) if old else source)
+    (tmp_path / "tests").mkdir()
+    for path in (*root.glob("ds4*.inc"), root / "ds4.h"):
+        (tmp_path / path.name).symlink_to(path)
+    for path in (*root.glob("tests/*.inc"), root / "tests/hooks.c"):
+        (tmp_path / "tests" / path.name).write_bytes(path.read_bytes())
+    library = tmp_path / "hooks.so"
+    command = [os.environ.get("CC", "cc"), "-O1", "-w", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", str(tmp_path / "tests/hooks.c"), "-o", str(library), "-lm"]
+    subprocess.run(command, check=True)
+    code = CHECK.format(tests=str(root / "tests"), python=str(root / "python"), library=str(library))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    if name == "none":
+        assert done.returncode == 0 and "all equal" in done.stdout, done.stderr
+    else:
+        assert done.returncode != 0, f"nothing noticed: {name}"
