@@ -50,6 +50,9 @@ install: all
 build/hooks.so: tests/hooks.c tests/*.inc ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
 	$(BUILD) -Wno-unused-function -shared tests/hooks.c -o $@ -lm
 
+build/hooks_faults.so: tests/hooks.c tests/*.inc ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
+	$(BUILD) -O1 -DDS4_FAULTS -Wno-unused-function -shared tests/hooks.c -o $@ -lm
+
 build/test_api: tests/test_api.c libds4.a ds4.h
 	$(BUILD) -I. tests/test_api.c libds4.a -o $@ -lm
 
@@ -96,7 +99,7 @@ check-memory: build/test_api
 	    build/test_api_asan $(TINY); \
 	else echo "clang-19: not installed"; fi
 
-test: all check-c build/hooks.so $(VENV)/ready
+test: all check-c build/hooks.so build/hooks_faults.so $(VENV)/ready
 	$(VENV)/bin/python -m pytest -q tests
 
 demo: all

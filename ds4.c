@@ -90,12 +90,14 @@ __attribute__((format(printf, 1, 2))) static void set_error(const char *format, 
 const char *ds4_last_error(void) { return last_error; }
 const char *ds4_version(void) { return DS4_VERSION; }
 
-/* A test build (-DDS4_FAULTS) counts every request to the system and makes one of them fail. */
+/* A test build (-DDS4_FAULTS) counts every request to the system and makes one of them fail, and counts blocks not freed. */
 #ifdef DS4_FAULTS
-static _Atomic long fault_countdown = -1;
+static _Atomic long fault_countdown = -1, blocks_held;
 static bool fault(void) { return atomic_fetch_sub(&fault_countdown, 1) == 0; }
+static void count_block(int by) { atomic_fetch_add(&blocks_held, by); }
 #else
 static bool fault(void) { return false; }
+static void count_block(int by) { (void)by; }
 #endif
 
 enum { ALIGN = 64 };    /* a cache line, and the widest vector */
@@ -113,12 +115,15 @@ static void *mem_new(size_t bytes) {
         p = (void *)(((uintptr_t)raw + ALIGN) / ALIGN * ALIGN);
         ((void **)p)[-1] = raw;
     }
-    if (!p) fail("out of memory: %zu bytes asked for", bytes);
+    if (p) count_block(1);
+    else fail("out of memory: %zu bytes asked for", bytes);
     return p;
 }
 
 static void mem_free(void *p) {
-    if (p) free(((void **)p)[-1]);
+    if (!p) return;
+    count_block(-1);
+    free(((void **)p)[-1]);
 }
 
 /* A larger copy of p, zeroed beyond old_bytes; on failure p stays as it was. */

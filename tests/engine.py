@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,10 @@ ffi.cdef(
     void hook_raw_row(const ds4_session *s, int layer, int position, float *out);
     """
 )
-lib: Any = ffi.dlopen(str(make("build/hooks.so")))
+FAULTS = os.environ.get("DS4_TEST_FAULTS") == "1"
+if FAULTS:
+    ffi.cdef("void hook_fault_set(long n); long hook_fault_left(void); long hook_blocks(void);")
+lib: Any = ffi.dlopen(str(make("build/hooks_faults.so" if FAULTS else "build/hooks.so")))
 
 
 class Failed(Exception):

@@ -45,10 +45,20 @@ void hook_script_free(ds4_session *s, hook_script *script) {
 /* ---- cache rows ---- */
 
 /* The raw kv row of a layer at a position as float32 [head_dim]; the row must be in the ring. */
-void hook_raw_row(const ds4_session *s, int layer, int position, float *out);
-void hook_raw_row(const ds4_session *s, int layer, int position, float *out) {
+void hook_raw_row(const ds4_session *s, int at_layer, int position, float *out);
+void hook_raw_row(const ds4_session *s, int at_layer, int position, float *out) {
     const ds4_engine *e = s->engine;
-    const cache *c = &s->caches[layer];
+    const cache *c = &s->caches[at_layer];
     const float *row_values = kv_load(e->dev.k, &e->model->c, e->kv_type, c->raw + (size_t)(position % c->ring) * e->sizes.kv_row, out);
     if (row_values != out) memcpy(out, row_values, (size_t)e->model->c.head_dim * sizeof *out);
 }
+
+#ifdef DS4_FAULTS
+/* Makes the n-th request to the system from now fail (n < 0: none); what is left of the countdown; blocks not freed. */
+void hook_fault_set(long n);
+long hook_fault_left(void);
+long hook_blocks(void);
+void hook_fault_set(long n) { atomic_store(&fault_countdown, n); }
+long hook_fault_left(void) { return atomic_load(&fault_countdown); }
+long hook_blocks(void) { return atomic_load(&blocks_held); }
+#endif
