@@ -102,10 +102,14 @@ check-memory: build/test_api
 test: all check-c build/hooks.so build/hooks_faults.so $(VENV)/ready
 	$(VENV)/bin/python -m pytest -q tests
 
+# Everything: all mutants, long fuzzing, the full sweeps. An hour or so.
+check-deep: all check-c build/hooks.so build/hooks_faults.so $(VENV)/ready
+	DS4_DEEP=1 $(VENV)/bin/python -m pytest -q tests
+
 demo: all
 	@sh tests/demo.sh ./ds4 $(MODEL) $(HEAD)
 
 clean:
 	rm -rf build ds4 libds4.a libds4.so
 
-.PHONY: all install check-c check-portable check-memory test demo clean
+.PHONY: all install check-c check-portable check-memory check-deep test demo clean

@@ -57,6 +57,31 @@ class Prober:
             assert self.process.wait() == 0, self.log.read_text(errors="replace")[-3000:]
 
 
+class MemoryFile:
+    """A file that is never written to a disk; other processes open it by its path."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("case")
+        self.path = Path(f"/proc/{os.getpid()}/fd/{self.fd}")
+        self.dirty: tuple[tuple[int, bytes], ...] | None = None     # what was patched; None: other content altogether
+
+    def hold(self, case: Case, good: bytes) -> None:
+        """Makes the file what the case says; of a patched copy of the good file only the patches are written."""
+        if case.content is not None or self.dirty is None:
+            content = good if case.content is None else case.content
+            os.pwrite(self.fd, content, 0)
+            os.truncate(self.fd, len(content))
+        else:
+            for at, new in self.dirty:
+                os.pwrite(self.fd, good[at : at + len(new)], at)
+        for at, new in case.patches:
+            os.pwrite(self.fd, new, at)
+        self.dirty = case.patches if case.content is None else None
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
 def slow_in_a_normal_build(tmp: Path, paths: tuple[Path, ...]) -> bool:
     prober = Prober(make("build/hostile_plain"), tmp / "plain.log")
     result = prober.ask(*paths)
@@ -65,33 +90,20 @@ def slow_in_a_normal_build(tmp: Path, paths: tuple[Path, ...]) -> bool:
 
 
 def probe(tmp: Path, good: Path, cases: Iterable[Case], pair: Callable[[Path], tuple[Path, ...]]) -> dict[str, int]:
-    """Asks about every case, made in place of a copy of the good file; returns how often each verdict was given."""
-    path, bytes_of_good = tmp / "x.gguf", good.read_bytes()
+    """Asks about every case, a file in memory; returns how often each verdict was given."""
+    file, bytes_of_good = MemoryFile(), good.read_bytes()
     prober = Prober(make("build/hostile"), tmp / "hostile.log")
     failures, verdicts = [], {"opened": 0, "refused": 0, "broken": 0, "died": 0}
-    path.write_bytes(bytes_of_good)
     for case in cases:
-        if case.content is None:
-            with path.open("r+b") as file:
-                for at, new in case.patches:
-                    file.seek(at)
-                    file.write(new)
-        else:
-            path.write_bytes(case.content)
-        result = prober.ask(*pair(path))
+        file.hold(case, bytes_of_good)
+        result = prober.ask(*pair(file.path))
         verdicts[result.verdict] += 1
         if result.verdict not in ("opened", "refused"):
             failures.append(f"{case.label[:100]}: {result.verdict}: {result.message}")
-        elif result.ms > SLOW_MS and slow_in_a_normal_build(tmp, pair(path)):
+        elif result.ms > SLOW_MS and slow_in_a_normal_build(tmp, pair(file.path)):
             failures.append(f"{case.label}: {result.ms:.0f} ms")
-        if case.content is None:
-            with path.open("r+b") as file:
-                for at, new in case.patches:
-                    file.seek(at)
-                    file.write(bytes_of_good[at : at + len(new)])
-        else:
-            path.write_bytes(bytes_of_good)
     prober.close()
+    file.close()
     assert not failures, f"{len(failures)} of {sum(verdicts.values())}:\n" + "\n".join(failures[:40])
     return verdicts
 

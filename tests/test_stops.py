@@ -1,0 +1,148 @@
+"""Ends of a generation at every offset of an accepted block: EOS, stop tokens, token limits, the end of the context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine import Engine, Failed, Session, bits
+from fixtures import rewrite
+
+PROMPT, DEPTH = 40, 8
+
+
+class Case:
+    """The tiny model with an EOS of our choosing and its plain text."""
+
+    def __init__(self, data: Path, tmp: Path) -> None:
+        source = data / "tiny"
+        prompt = np.load(source / "prompt.npy")[:PROMPT]
+        with Engine(source / "target.gguf") as engine:
+            session = engine.session()
+            session.set_stops([], ignore_eos=True)
+            session.eval(prompt)
+            tokens = session.generate(60)
+        # A token that is said first at 25 or later, so that the text before it is as long as any block.
+        self.end = next(i for i in range(25, 60) if tokens[i] not in tokens[:i])
+        self.eos = tokens[self.end]
+        self.model = rewrite(source / "target.gguf", tmp / "eos.gguf", meta={"tokenizer.ggml.eos_token_id": self.eos})
+        self.head = source / "head-ds4.gguf"
+        self.tokens = tokens
+        self.text = np.array([*prompt.tolist(), *tokens, *[0] * 20], np.int32)
+
+    def session(self, engine: Engine, position: int, depth: int = DEPTH) -> Session:
+        session = engine.session()
+        session.set_mtp(depth, 0)
+        session.eval(self.text[:position])
+        session.script(self.text)
+        return session
+
+
+@pytest.fixture(scope="module")
+def case(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(data, tmp_path_factory.mktemp("stops"))
+
+
+def identity(session: Session) -> None:
+    s = session.stats
+    assert sum(s.accepted) + s.corrections + s.bonus == s.emitted
+
+
+def ended_like_plain(session: Session, engine: Engine, case: Case, position: int) -> None:
+    """The state at an end is the state of plain decoding there."""
+    assert session.position == position and session.tokens == case.text[:position].tolist()
+    plain = engine.session()
+    plain.set_mtp(0, 0)
+    plain.eval(case.text[:position])
+    assert session.save() == plain.save() and np.array_equal(bits(session.logits()), bits(plain.logits()))
+    identity(session)
+    plain.close()
+
+
+@pytest.mark.parametrize("kind", ["eos", "stop token"])
+def test_stop_at_every_offset(case: Case, kind: str) -> None:
+    """The stop stands at every offset of a block of 9; limits before, at and behind it. It is never evaluated."""
+    with Engine(case.model, case.head, ctx=256) as engine:
+        for offset in range(DEPTH + 2):
+            start = case.end - offset
+            for most in sorted({1, max(1, offset - 1), max(1, offset), offset + 1, offset + 2, 50}):
+                session = case.session(engine, PROMPT + start)
+                if kind == "stop token":
+                    session.set_stops([1, case.eos, 2], ignore_eos=True)
+                got = session.generate(most)
+                assert got == case.tokens[start : start + min(most, offset)], (offset, most)
+                ended_like_plain(session, engine, case, PROMPT + start + len(got))
+                assert (session.argmax() == case.eos) == (most >= offset)
+                session.close()
+
+
+def test_eval_speculative_argmax_stops(case: Case) -> None:
+    """The C API's own loop: the same ends, and it returns the token that comes next."""
+    from engine import lib
+
+    with Engine(case.model, case.head, ctx=256) as engine:
+        for offset in range(1, DEPTH + 2):
+            start = case.end - offset
+            session = case.session(engine, PROMPT + start)
+            token = lib.ds4_session_eval_speculative_argmax(session.p, int(case.text[PROMPT + start]), 50)
+            assert token == case.eos
+            ended_like_plain(session, engine, case, PROMPT + case.end)
+            session.close()
+            for most in range(1, offset + 1):
+                session = case.session(engine, PROMPT + start)
+                token = lib.ds4_session_eval_speculative_argmax(session.p, int(case.text[PROMPT + start]), most)
+                assert token == case.text[PROMPT + start + most] and session.position == PROMPT + start + most
+                session.close()
+
+
+def test_small_limits(case: Case) -> None:
+    """max 0 is refused, 1 and 2 give 1 and 2, whatever the depth."""
+    with Engine(case.model, case.head, ctx=256) as engine:
+        for depth in (1, 2, 8, 16):
+            session = case.session(engine, PROMPT, depth)
+            with pytest.raises(Failed, match="max is 0"):
+                session.step(int(case.text[PROMPT]), 0)
+            assert session.position == PROMPT
+            assert session.step(int(case.text[PROMPT]), 1) == case.tokens[:1]
+            assert session.step(int(case.text[PROMPT + 1]), 2) == case.tokens[1:3]
+            identity(session)
+
+
+def test_end_of_context(case: Case) -> None:
+    """The last slots at depth 8; prompts of ctx - 1, ctx and ctx + 1 tokens."""
+    for room in range(11):
+        with Engine(case.model, case.head, ctx=PROMPT + room, max_rewind=64) as engine:
+            session = case.session(engine, PROMPT)
+            assert session.generate(100) == case.tokens[:room]
+            ended_like_plain(session, engine, case, PROMPT + room)
+            with pytest.raises(Failed, match="context is full|do not fit"):
+                session.step(3, 1)
+            with pytest.raises(Failed, match="do not fit a context"):
+                session.eval([3])
+            ended_like_plain(session, engine, case, PROMPT + room)
+    with Engine(case.model, case.head, ctx=30) as engine:
+        for n in (29, 30):
+            session = case.session(engine, n)
+            assert session.position == n and session.argmax() >= 0
+            assert len(session.step(int(case.text[n]), 5)) == 1 if n == 29 else True
+        session = engine.session()
+        with pytest.raises(Failed, match="31 tokens at position 0 do not fit a context of 30"):
+            session.eval(case.text[:31])
+        assert session.position == 0
+
+
+def test_cancel(case: Case) -> None:
+    """A cancel ends the next call with an error; the session stays as it was and goes on after it is cleared."""
+    from engine import lib
+
+    with Engine(case.model, case.head, ctx=256) as engine:
+        session = case.session(engine, PROMPT)
+        lib.ds4_session_cancel(session.p)
+        for call in (lambda: session.step(int(case.text[PROMPT]), 5), lambda: session.eval(case.text[PROMPT : PROMPT + 5])):
+            with pytest.raises(Failed, match=f"cancelled at position {PROMPT}"):
+                call()
+        assert lib.ds4_session_cancelled(session.p)
+        lib.ds4_session_clear_cancel(session.p)
+        assert session.generate(20) == case.tokens[:20]
+        ended_like_plain(session, engine, case, PROMPT + 20)
