@@ -10,6 +10,8 @@ EXACT = -std=c11 -D_GNU_SOURCE -ffp-contract=off -fno-fast-math -fPIC -pthread
 BUILD = $(CC) $(CPPFLAGS) $(CFLAGS) $(EXACT) $(WARN)
 PYTHON ?= python3
 VENV = .venv
+# Two workers, a file of tests to each: nothing is timed.
+PYTEST = $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
 MODEL = models/small.gguf
 HEAD = models/small-mtp.gguf
 
@@ -69,6 +71,19 @@ build/hostile: tests/hostile.c ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | buil
 build/hostile_plain: tests/hostile.c ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
 	$(BUILD) -Wno-unused-function tests/hostile.c -o $@ -lm
 
+FUZZERS = gguf tokenizer chat snapshot
+FUZZ_SECONDS ?= 60
+build/fuzz_%: tests/fuzz_%.c ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
+	clang-19 -O1 -g $(EXACT) -DDS4_FAULTS -Wall -Wextra -Wno-unused-function -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $< -o $@ -lm
+
+# Each target for FUZZ_SECONDS, from the corpus in tests/; stops at the first input that fails, which is left in build/.
+fuzz: $(FUZZERS:%=build/fuzz_%)
+	@for f in $(FUZZERS); do \
+	    mkdir -p build/corpus/$$f; \
+	    echo "fuzz_$$f: $(FUZZ_SECONDS) seconds"; \
+	    build/fuzz_$$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=2048 -malloc_limit_mb=64 -max_len=32768 -artifact_prefix=build/ -verbosity=0 -print_final_stats=1 build/corpus/$$f tests/corpus/$$f || exit 1; \
+	done
+
 $(VENV)/ready: tests/requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/requirements.txt
@@ -100,11 +115,11 @@ check-memory: build/test_api
 	else echo "clang-19: not installed"; fi
 
 test: all check-c build/hooks.so build/hooks_faults.so $(VENV)/ready
-	$(VENV)/bin/python -m pytest -q tests
+	$(PYTEST) tests
 
 # Everything: all mutants, long fuzzing, the full sweeps. An hour or so.
 check-deep: all check-c build/hooks.so build/hooks_faults.so $(VENV)/ready
-	DS4_DEEP=1 $(VENV)/bin/python -m pytest -q tests
+	DS4_DEEP=1 $(PYTEST) tests
 
 demo: all
 	@sh tests/demo.sh ./ds4 $(MODEL) $(HEAD)
@@ -112,4 +127,4 @@ demo: all
 clean:
 	rm -rf build ds4 libds4.a libds4.so
 
-.PHONY: all install check-c check-portable check-memory check-deep test demo clean
+.PHONY: all install fuzz check-tsan check-c check-portable check-memory check-deep test demo clean

@@ -729,7 +729,8 @@ bad:
  *
  * Nothing above depends on how many rows or outputs run together or on the instruction set. Bodies are written once, as
  * inline functions over plain loops that a compiler vectorises, and instantiated for each instruction set (KERNEL_SET);
- * only the dots are written with intrinsics, and are tested for equality with the plain ones.
+ * the dots and little else are written with intrinsics, and are tested for equality with the plain ones. To add a type:
+ * an entry in type_table, an unpack function, a line in tile_for and TILE_SET; AVX-512 wants an unpacking of its own.
  * Relies on section 1 (fail).
  * ================================================================================================================== */
 
@@ -1389,8 +1390,10 @@ ALWAYS_INLINE void block_dot(uint32_t type, int block, int64_t n, const wblock *
     const float scale = x->d[j][b];
     int32_t dot = 0, min = 0;
     if (block == 32) {
-        for (int i = 0; i < 32; i++)
-            dot += u->q[i] * q[act_offset(ACT_Q32, n, b * 32 + i)];
+        const int64_t at = act_offset(ACT_Q32, n, b * 32), step = act_offset(ACT_Q32, n, b * 32 + 4) - at;
+        for (int k = 0; k < 8; k++)
+            for (int i = 0; i < 4; i++)
+                dot += u->q[4 * k + i] * q[at + k * step + i];
     } else {
         for (int s = 0; s < 16; s++) {
             int32_t part = 0;
@@ -1479,7 +1482,7 @@ static tile_fn *tile_for(const tile_set *s, uint32_t type) {
 }
 
 /* A tile of one type: `body` compiled for it alone, with the instructions that `attr` names. */
-#define TILE_FN(name, attr, body, type) \
+#define TILE_FN(name, attr, body, type)                                                                                  \
     attr static void name(TILE_ARGS) { body(type, n, w, w_stride, n_out, x, m, out, ldo); }
 #define TILE_SET(isa, attr, float_body, q32_body, q256_body)                                                             \
     TILE_FN(tile_f32_##isa, attr, float_body, T_F32)                                                                     \
@@ -1745,9 +1748,10 @@ INLINE_256 __m256i iq2_words_256(const uint8_t *code) {
 }
 
 INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock *u) {
-    const __m256i each = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    const __m256i each = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);     /* byte of 4 */
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
-    const __m256 lo = _mm256_loadu_ps((const float *)(const void *)(b + 2)), hi = _mm256_loadu_ps((const float *)(const void *)(b + 34));
+    const __m256 lo = _mm256_castsi256_ps(_mm256_loadu_si256((const void *)(b + 2)));
+    const __m256 hi = _mm256_castsi256_ps(_mm256_loadu_si256((const void *)(b + 34)));
     const __m256i rest = _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(lo, hi, 0xdd)), 0xd8);
     const __m256i scale = _mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(rest, 28), 1), _mm256_set1_epi32(1));
     uint32_t sign[8];
@@ -2047,14 +2051,14 @@ INLINE_512 void spread_wide_scales_512(__m256i s, wblock512 *u) {
         u->scale[c] = _mm512_permutexvar_epi32(halves_32(2 * c, 2 * c + 1), wide);
 }
 
-/* Bits 2 of four of a block's 2-bit values: 64 of each c, as unpack_q2_k and unpack_q3_k say. */
+/* The 2-bit values of Q2_K and Q3_K, 64 a vector, in the order that unpack_q2_k says. */
 INLINE_512 void two_bits_512(const uint8_t *p, wblock512 *u) {
     for (int c = 0; c < 4; c++)
         u->w[c] = _mm512_and_si512(_mm512_srlv_epi16(twice(p + 32 * (c / 2)), halves_16(4 * (c & 1), 4 * (c & 1) + 2)),
                                    _mm512_set1_epi8(3));
 }
 
-/* Bit (or bits) `from` of each byte of v moved to `to`, in each half of the vector from another place, and or'ed in. */
+/* The bits at from_a (lower half of the vector) and from_b (upper half) of each byte of v, moved to `to` and or'ed in. */
 INLINE_512 __m512i or_bits_512(__m512i into, __m512i v, int from_a, int from_b, int to, int mask) {
     v = _mm512_rorv_epi32(v, halves_32((from_a - to) & 31, (from_b - to) & 31));
     return _mm512_or_si512(into, _mm512_and_si512(v, _mm512_set1_epi8((char)mask)));
@@ -2171,7 +2175,8 @@ INLINE_512 __m512i sum_each_half_512(const __m512i *v) {
  * sum_each_half_512 wants. */
 typedef struct { __m512i dot[LANES]; __m256i min[LANES]; } partial512;
 
-INLINE_512 void block_dot_512(uint32_t type, const wblock512 *u, const int8_t *q, const int16_t *sum, int64_t b, partial512 *p) {
+INLINE_512 void block_dot_512(uint32_t type, const wblock512 *u, const int8_t *q, const int16_t *sum, int64_t b,
+                              partial512 *p) {
     __m512i dot = _mm512_setzero_si512();
     UNROLL for (int c = 0; c < 4; c++) {
         __m512i v = _mm512_loadu_si512(q + 64 * c);
@@ -2404,7 +2409,8 @@ INLINE_NEON void unpack_iq2_xxs_neon(const uint8_t *b, wblock *u) {
         sign |= (parity & 0x01010101) << 7;
         UNROLL for (int k = 0; k < 4; k += 2) {
             const uint64x2_t word = vcombine_u64(vcreate_u64(iq2_grid[code[k]]), vcreate_u64(iq2_grid[code[k + 1]]));
-            const uint8x16_t each = vcombine_u8(vdup_n_u8((uint8_t)(sign >> (8 * k))), vdup_n_u8((uint8_t)(sign >> (8 * k + 8))));
+            const uint8x16_t each = vcombine_u8(vdup_n_u8((uint8_t)(sign >> (8 * k))),
+                                                vdup_n_u8((uint8_t)(sign >> (8 * k + 8))));
             const int8x16_t minus = vreinterpretq_s8_u8(vtstq_u8(each, bit));
             vst1q_s8(u->q + 32 * g + 8 * k, vsubq_s8(veorq_s8(vreinterpretq_s8_u64(word), minus), minus));
         }
@@ -2460,7 +2466,7 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
 /* ---- 4.10 One set of functions for each instruction set ----------------------------------------------------------- */
 
 /* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them. */
-#define KERNEL_SET(isa, attr, quantise_32, load_f16, store_f16)                                                                                       \
+#define KERNEL_SET(isa, attr, quantise_32, load_f16, store_f16)                                                          \
     attr static void mat_##isa(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,    \
                                const int32_t *rows, int m, float *out, size_t ldo)                                       \
     { mat_tiles(tile_for(&tiles_##isa, type), type_find(type)->block, n, w, w_stride, n_out, x, rows, m, out, ldo); }    \
@@ -2471,7 +2477,7 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
     }                                                                                                                    \
     attr static void dequantise_##isa(uint32_t type, int64_t n, const uint8_t *w, float *out)                            \
     { dequantise_body(type, n, w, out); }                                                                                \
-    attr static void dots_##isa(int64_t n, const float *q, int64_t ldq, int m, const float *row, float *out, int64_t ldo)\
+    attr static void dots_##isa(int64_t n, const float *q, int64_t ldq, int m, const float *row, float *out, int64_t ldo) \
     { dot_tiles(tiles_##isa.f32, n, q, ldq, m, row, out, ldo); }                                                         \
     attr static float dot_##isa(int64_t n, const float *a, const float *b)                                               \
     { float out; dots_##isa(n, a, n, 1, b, &out, 1); return out; }                                                       \
@@ -2495,8 +2501,8 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
     attr static bool all_finite_##isa(int64_t n, const float *x) { return all_finite_body(n, x); }                       \
     static const kernels kernels_##isa = {                                                                               \
         #isa, mat_##isa, quantise_##isa, dequantise_##isa, dot_##isa, dots_##isa, axpy_##isa, axpys_##isa,               \
-        sum_squares_##isa, scale_mul_##isa, softmax_##isa, softmax_step_##isa, swiglu_##isa, sigmoid_##isa, f16_load_##isa, f16_store_##isa, \
-        fp8_load_##isa, fp8_store_##isa, argmax_##isa, all_finite_##isa,                                                 \
+        sum_squares_##isa, scale_mul_##isa, softmax_##isa, softmax_step_##isa, swiglu_##isa, sigmoid_##isa,              \
+        f16_load_##isa, f16_store_##isa, fp8_load_##isa, fp8_store_##isa, argmax_##isa, all_finite_##isa,                \
     };
 
 KERNEL_SET(scalar, , quantise_32_body, f16_load_body, f16_store_body)
@@ -2598,7 +2604,7 @@ typedef struct {
 
 enum { TOKEN_CONTROL = 3, TOKEN_USER_DEFINED = 4, TOKEN_BYTE = 6 };
 enum { MAX_CONTROL_BYTES = 512 }; /* real ones have under 64; the bound keeps the search for them linear in the text */
-enum { MAX_PROBES = 1024 };       /* an honest table needs a few dozen; the bound keeps a hostile one from stalling us */
+enum { MAX_PROBES = 256 };        /* an honest table needs a few dozen; the bound keeps a hostile one from stalling us */
 enum { SMALL_WORD = 48 };         /* up to this many bytes a scan for the best merge beats a heap */
 
 /* The tokens that the chat format writes, in the order of chat_marker_text. */
@@ -4350,6 +4356,7 @@ static cache cache_sizes(const config *c, int ratio, int ctx, int slack) {
     out.ring = out.need + slack;
     if (ratio > 0) {
         out.comp_need = ratio == 4 ? 2 * ratio - 1 : ratio - 1;
+        out.comp_need = min_int(out.comp_need, ctx);
         out.comp_ring = out.comp_need + slack;
         out.windows = ctx / ratio;
     }

@@ -584,6 +584,7 @@ class Trainer:
             self.tok.save(str(path))
         self.train, self.val = self.encode(seen), self.encode(self.held)
         self.heart = len(self.encode(seen[:HEART_CHAPTERS]))
+        self.begins = (self.train == gw.BOS).nonzero().flatten()
         self.log = (out / "train.log").open("a")
 
     def encode(self, texts: list[str]) -> Tensor:
@@ -619,9 +620,13 @@ class Trainer:
 
     def sample(self) -> Tensor:
         """A batch (BATCH, LENGTH) of training text, BOS first as in a prompt."""
-        spans = torch.where(torch.rand(BATCH, generator=self.rng) < HEART_SHARE, self.heart, len(self.train)) - LENGTH
-        starts = (torch.rand(BATCH, generator=self.rng) * spans).long().tolist()
-        ids = torch.stack([self.train[i : i + LENGTH] for i in starts])
+        heart, begin = torch.rand(2, BATCH, generator=self.rng) < torch.tensor([[HEART_SHARE], [0.5]])
+        at = torch.rand(BATCH, generator=self.rng)
+        starts = (at * (torch.where(heart, self.heart, len(self.train)) - LENGTH)).long()
+        if bool((heart & begin).any()):  # where a prompt would begin: at a chapter's first word
+            chapters = self.begins[self.begins < self.heart - LENGTH]
+            starts = torch.where(heart & begin, chapters[(at * len(chapters)).long()], starts)
+        ids = torch.stack([self.train[i : i + LENGTH] for i in starts.tolist()])
         ids[:, 0] = gw.BOS
         return ids
 
@@ -630,7 +635,7 @@ class Trainer:
 
         The target trains with all compressed rows in sight; the indexer only learns where the heads look.
         """
-        late = part > 0.6  # from here on the indexer learns, and the head more often and a third draft
+        late = part > 0.55  # from here on the indexer learns, and the head at every step and a third draft
         ids = self.sample()
         logits, streams, index = self.target(ids, select=False, teach=late and self.steps % 2 == 0)
         logits = logits.view(BATCH, LENGTH, -1)
@@ -638,7 +643,7 @@ class Trainer:
         (loss + 0.1 * index).backward()
         trained: list[nn.Module] = [self.target]
         draft = float("nan")
-        if self.steps % (2 if late else 4) == 0 or part > 0.85:
+        if late or self.steps % 4 == 0:
             trained.append(self.head)
             goal = logits.detach()[:, 1:].softmax(-1)
             depth = 3 if late else 2
