@@ -71,6 +71,15 @@ build/hostile: tests/hostile.c ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | buil
 build/hostile_plain: tests/hostile.c ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
 	$(BUILD) -Wno-unused-function tests/hostile.c -o $@ -lm
 
+build/test_threads: tests/test_threads.c libds4.a ds4.h
+	$(BUILD) -I. tests/test_threads.c libds4.a -o $@ -lm
+
+build/test_threads_tsan: tests/test_threads.c ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
+	clang-19 -O1 -g $(EXACT) -fsanitize=thread -I. tests/test_threads.c ds4.c -o $@ -lm
+
+check-tsan: build/test_threads_tsan
+	TSAN_OPTIONS=halt_on_error=1 build/test_threads_tsan $(TINY)
+
 FUZZERS = gguf tokenizer chat snapshot
 FUZZ_SECONDS ?= 60
 build/fuzz_%: tests/fuzz_%.c ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
@@ -89,9 +98,10 @@ $(VENV)/ready: tests/requirements.txt
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/requirements.txt
 	touch $@
 
-check-c: build/test_api build/test_api_shared
+check-c: build/test_api build/test_api_shared build/test_threads
 	build/test_api tests/data/tiny/target.gguf tests/data/tiny/head-ds4.gguf
 	build/test_api_shared tests/data/tiny/target.gguf tests/data/tiny/head-ds4.gguf
+	build/test_threads tests/data/tiny/target.gguf tests/data/tiny/head-ds4.gguf
 
 # Warnings as errors, with every compiler that is installed; aarch64 is compiled, not run.
 check-portable: | build

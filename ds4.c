@@ -104,7 +104,7 @@ enum { ALIGN = 64 };    /* a cache line, and the widest vector */
 
 static void *mem_new(size_t bytes) {
     void *p = NULL;
-    size_t rounded = bytes > SIZE_MAX - ALIGN ? SIZE_MAX : (bytes + ALIGN - 1) / ALIGN * ALIGN;
+    size_t rounded = bytes > SIZE_MAX - ALIGN ? SIZE_MAX : ((bytes ? bytes : 1) + ALIGN - 1) / ALIGN * ALIGN;
     if (rounded == SIZE_MAX || fault()) {
         fail("out of memory: %zu bytes asked for", bytes);
         return NULL;

@@ -220,7 +220,7 @@ typedef struct {
 enum { MAX_TOKENS = 1 << 24, TOKENS_DEFAULT = -2, BASE_MODEL_TOKENS = 512 };
 
 static const char *const kv_type_names[] = { "f32", "f16", "fp8", NULL };       /* in the order of ds4_kv_type */
-static const char *const isa_names[] = { "auto", "scalar", "avx2", "avx512", NULL };
+static const char *const isa_names[] = { "auto", "scalar", "avx2", "avx512", "neon", NULL };
 static const char *const backend_names[] = { "cpu", NULL };
 
 typedef enum {

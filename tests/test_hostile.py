@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import struct
 import subprocess
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import gguf
 import hostile
+import numpy as np
 import pytest
 from conftest import make
-from hostile import Case
+from ds4 import gguf_write as gw
+from ds4 import synth
+from engine import Engine, Failed, bits, check, lib
+from hostile import Case, Meta, Parser, Tensor
 
 DEEP = bool(os.environ.get("DS4_DEEP"))
 SLOW_MS = 2000.0    # of CPU time, in a normal build
@@ -125,3 +133,122 @@ def test_heads(data: Path, tmp_path: Path, name: str, layout: str, step: int) ->
     good = data / name / f"head-{layout}.gguf"
     verdicts = probe(tmp_path, good, sample(hostile.cases(good.read_bytes()), step), lambda path: (data / name / "target.gguf", path))
     assert verdicts["refused"] and verdicts["opened"]
+
+
+def ask_once(tmp: Path, *paths: Path) -> Result:
+    """One file, asked about in the sanitised program and, for the time it takes, in a normal one."""
+    plain, checked = (Prober(make(f"build/{name}"), tmp / f"{name}.log") for name in ("hostile_plain", "hostile"))
+    assert plain.ask(*paths).ms < SLOW_MS
+    result = checked.ask(*paths)
+    plain.close()
+    checked.close()
+    return result
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    """A FIFO has no writer to wait for; a device has no size; a directory and a broken link have no bytes."""
+    fifo, link = tmp_path / "fifo.gguf", tmp_path / "link.gguf"
+    os.mkfifo(fifo)
+    link.symlink_to(link)
+    for path, message in ((fifo, "not a file"), (Path("/dev/zero"), "not a file"), (tmp_path, "not a file"), (link, "cannot open")):
+        result = ask_once(tmp_path, path)
+        assert result.verdict == "refused" and message in result.message, result
+
+
+def test_snapshot_that_is_no_file(data: Path, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo.ds4"
+    os.mkfifo(fifo)
+    with Engine(data / "tiny" / "target.gguf", ctx=16) as engine:
+        session = engine.session()
+        for path in (fifo, tmp_path, Path("/dev/zero")):
+            with pytest.raises(Failed, match="not a file"):
+                check(lib.ds4_session_load(session.p, str(path).encode()))
+        session.eval([3])
+
+
+BASE = gw.Shape(ratios=[0, 4, 128], vocab=266, width=1, heads=1, head_width=2, rotary=2, q_rank=1, o_groups=1, o_rank=1, experts=1, experts_used=1, expert_width=1, hash_layers=0, window=3,
+                index_heads=1, index_width=2, index_top_k=1, streams=1, sinkhorn=1, context=64, yarn_original=16)
+
+
+@pytest.mark.parametrize("sizes", [
+    {}, {"experts": 4096, "experts_used": 64}, {"ratios": [4] * 100, "streams": 16, "sinkhorn": 100}, {"heads": 4096, "o_groups": 4096}, {"index_heads": 4096}, {"ratios": [1, 2, 3, 5, 1024]},
+    {"window": 1 << 20, "index_top_k": 1 << 24, "context": 1 << 30}, {"expert_width": 1 << 16}, {"vocab": 1 << 17},
+], ids=str)
+def test_extreme_sizes(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    """Sizes far from any model's that the file's tensors bear out: they open, at no more than the usual price."""
+    path = tmp_path / "x.gguf"
+    synth.make_target(path, dataclasses.replace(BASE, **sizes), synth.Types.all(gguf.GGMLQuantizationType.F32))
+    assert ask_once(tmp_path, path).verdict == "opened"
+
+
+@pytest.mark.parametrize("key, value, expected", [
+    ("hyper_connection.sinkhorn_iterations", 101, "1 to 100"), ("expert_count", 4097, "1 to 4096"), ("attention.compress_ratios", 1025, "0 to 1024"), ("rope.freq_base", 1.0, "2 to 1e"),
+    ("attention.compress_rope_freq_base", 1.0, "2 to 1e"), ("attention.head_count", 65536, "at most 16777216"), ("attention.output_lora_rank", 1 << 20, None), ("attention.indexer.head_count", 65536, None),
+    ("vocab_size", 1 << 21, "1 to 1.04858e"), ("attention.sliding_window", 0, "1 to"), ("hyper_connection.count", 17, "1 to 16"),
+])
+def test_bounds(data: Path, tmp_path: Path, key: str, value: float, expected: str | None) -> None:
+    """What no tensor's size confirms has a bound of its own; the message says the key and the bound."""
+    header = Parser((data / "edge" / "target.gguf").read_bytes()).parse()
+    name = f"deepseek4.{key}".encode()
+    meta = Meta(name, hostile.F32, struct.pack("<f", value)) if isinstance(value, float) else Meta(name, hostile.U32, struct.pack("<I", value))
+    path = tmp_path / "x.gguf"
+    path.write_bytes(header.build(metas=[*(m for m in header.metas if m.key != name), meta]))
+    result = ask_once(tmp_path, path)
+    assert result.verdict == "refused" and (expected is None or (key in result.message and expected in result.message)), result
+
+
+def test_overlap_behind_a_tensor_without_data(data: Path, tmp_path: Path) -> None:
+    good = (data / "tiny" / "target.gguf").read_bytes()
+    case = next(c for c in hostile.structures(Parser(good).parse()) if c.label == "an overlap behind a tensor without data")
+    path = tmp_path / "x.gguf"
+    path.write_bytes(case.apply(good))
+    assert "tensors x.a and x.c overlap" in ask_once(tmp_path, path).message
+
+
+def test_a_file_of_a_head_alone(data: Path, tmp_path: Path) -> None:
+    """A block that is the head's, numbered 0: a target of no layers is none."""
+    header = Parser((data / "tiny" / "target.gguf").read_bytes()).parse()
+    metas = [replace(m, value=struct.pack("<I", 1)) if m.key == b"deepseek4.block_count" else m for m in header.metas]
+    path = tmp_path / "x.gguf"
+    path.write_bytes(header.build(metas=metas, tensors=[*header.tensors, Tensor(b"blk.0.nextn.enorm.weight", (8,), 0, len(header.data) // 32 * 32)], data=header.data + bytes(64)))
+    result = ask_once(tmp_path, path)
+    assert result.verdict == "refused" and "holds an MTP head only" in result.message, result
+
+
+def test_split_files(data: Path, tmp_path: Path) -> None:
+    """Two parts: as one file when they fit, else a message that names the part."""
+    header = Parser((data / "tiny" / "target.gguf").read_bytes()).parse()
+    half = len(header.tensors) // 2
+    first, second = tmp_path / "x-00001-of-00002.gguf", tmp_path / "x-00002-of-00002.gguf"
+    first.write_bytes(header.build(tensors=header.tensors[:half]))
+    with pytest.raises(Failed, match=r"x-00002-of-00002.gguf: cannot open"):
+        Engine(first)
+    good = header.build(metas=[], tensors=header.tensors[half:])
+    second.write_bytes(good)
+    with Engine(second) as engine, Engine(data / "tiny" / "target.gguf") as whole:
+        a, b = engine.session(), whole.session()
+        assert np.array_equal(bits(a.eval_logits(range(2, 40))), bits(b.eval_logits(range(2, 40))))
+    for content, message in ((header.build(metas=[], tensors=header.tensors[half - 1 :]), "is there twice"), (good[: len(good) // 2], "00002-of-00002.gguf: truncated"), (good[:23], "00002-of-00002.gguf: not a GGUF"),
+                             (header.build(metas=[], tensors=header.tensors[half + 1 :]), "is missing")):
+        second.write_bytes(content)
+        with pytest.raises(Failed, match=message):
+            Engine(first)
+
+
+def test_sizes_beyond_the_context(data: Path) -> None:
+    """A window or a top-k that the context cannot fill costs no memory and changes no bit, snapshots included."""
+    options = {"max_rewind": 4, "prefill_chunk": 5}
+    tokens = list(range(2, 14))
+    with Engine(data / "tiny" / "target.gguf", ctx=12, **options) as small, Engine(data / "tiny" / "target.gguf", ctx=4096, **options) as large:
+        a, b = small.session(), large.session()
+        assert np.array_equal(bits(a.eval_logits(tokens)), bits(b.eval_logits(tokens)))
+        assert a.save() == b.save()
+        c, d = small.session(), large.session()
+        c.load(b.save())
+        d.load(a.save())
+        for session in (a, b, c, d):
+            session.rewind(8)
+            session.eval([20, 21, 22, 23])
+            assert np.array_equal(bits(session.logits()), bits(a.logits()))
+        more = list(range(40, 70))
+        assert np.array_equal(bits(b.eval_logits(more)), bits(d.eval_logits(more)))

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from ds4 import gguf_write as gw
 
 SHAPE = gw.Shape(
-    ratios=[0, 0, 4, 128, 4, 128, 0, 4, 128, 0],
-    vocab=1024,
-    width=192,
+    ratios=[0, 0, 4, 0, 128, 0, 4, 0],
+    vocab=2048,
+    width=256,
     heads=4,
     head_width=64,
     rotary=32,
@@ -40,7 +40,7 @@ SHAPE = gw.Shape(
     o_rank=64,
     experts=8,
     experts_used=2,
-    expert_width=192,
+    expert_width=256,
     hash_layers=1,
     window=64,
     index_heads=16,
@@ -57,9 +57,10 @@ SPLITS = [
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 ]
-LENGTH = 1024  # tokens of a training sequence
-BATCH = 2
-HEART_CHAPTERS, HEART_SHARE = 25, 0.4  # the first chapters are read far more often, until the model knows them by heart
+LENGTH = 512  # tokens of a training sequence
+BATCH = 4
+# The first chapters are read far more often, until the model knows them by heart, and mostly from their beginnings.
+HEART_CHAPTERS, HEART_SHARE, BEGIN_SHARE = 8, 0.35, 0.6
 COMPILE = os.environ.get("TORCHDYNAMO_DISABLE") != "1"
 
 
@@ -563,11 +564,24 @@ def rate(step: int, part: float) -> float:
     return min(1.0, (step + 1) / 40) * min(1.0, max(0.0, 1.02 - part) / 0.7)
 
 
+def pass_through(name: str, p: Tensor) -> None:
+    """Make a new layer's parameter such that the layer at first only hands the streams on."""
+    if any(k in name for k in ("attn_output_b", "ffn_down", "_fn.weight")):
+        p.zero_()
+    elif name.endswith("_base.weight"):
+        p[2 * SHAPE.streams :] = 8 * torch.eye(SHAPE.streams).flatten()
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a GGUF file, F32 or I32."""
+    return {t.name: np.array(t.data) for t in gguf.GGUFReader(path).tensors}
+
+
 class Trainer:
     """A target, its head, their optimisers and the clock; saved to and resumed from one file."""
 
     def __init__(self, out: Path, seed: int) -> None:
-        self.out, self.steps, self.seconds = out, 0, 0.0
+        self.out, self.steps, self.seconds, self.started = out, 0, 0.0, False
         self.rng = torch.Generator().manual_seed(seed)
         self.target, self.head = Target(SHAPE), Head(SHAPE)
         for m in (self.target, self.head):
@@ -618,9 +632,29 @@ class Trainer:
         self.rng.set_state(state["rng"])
         self.steps, self.seconds = state["clock"]
 
+    def start(self, target: Path, head: Path) -> None:
+        """Begin from a trained pair (F32 files, same sizes). If it has half the layers, or a third, each is followed by
+        new ones that at first change nothing: what they add is zero, and their streams pass unmixed."""
+        layers = len({n.split(".")[1] for n in read_tensors(target) if n.startswith("blk.")})
+        every, files = SHAPE.layers // layers, (read_tensors(target), read_tensors(head))
+        with torch.no_grad():
+            for name, p in [*self.target.named_parameters(), *self.target.named_buffers()]:
+                part = name.split(".")
+                if part[0] == "blk" and int(part[1]) % every:
+                    pass_through(name, p)
+                else:
+                    old = name if part[0] != "blk" else ".".join(["blk", str(int(part[1]) // every), *part[2:]])
+                    p.copy_(torch.from_numpy(files[0][old]).view_as(p))
+            for name, t in self.head.tensors().items():
+                t.copy_(torch.from_numpy(files[1][f"mtp.0.{name}"]).view_as(t))
+        for pair in self.opts:
+            for group in (g for o in pair for g in o.param_groups):
+                group["peak"] *= 0.4
+        self.started = True
+
     def sample(self) -> Tensor:
         """A batch (BATCH, LENGTH) of training text, BOS first as in a prompt."""
-        heart, begin = torch.rand(2, BATCH, generator=self.rng) < torch.tensor([[HEART_SHARE], [0.5]])
+        heart, begin = torch.rand(2, BATCH, generator=self.rng) < torch.tensor([[HEART_SHARE], [BEGIN_SHARE]])
         at = torch.rand(BATCH, generator=self.rng)
         starts = (at * (torch.where(heart, self.heart, len(self.train)) - LENGTH)).long()
         if bool((heart & begin).any()):  # where a prompt would begin: at a chapter's first word
@@ -643,7 +677,7 @@ class Trainer:
         (loss + 0.1 * index).backward()
         trained: list[nn.Module] = [self.target]
         draft = float("nan")
-        if late or self.steps % 4 == 0:
+        if late or self.started or self.steps % 4 == 0:
             trained.append(self.head)
             goal = logits.detach()[:, 1:].softmax(-1)
             depth = 3 if late else 2
@@ -794,6 +828,7 @@ def main() -> None:
     ap.add_argument("--seed", type=int, default=0)
     ap.add_argument("--threads", type=int, default=2)
     ap.add_argument("--resume", action="store_true", help="go on from OUT_DIR/checkpoint.pt")
+    ap.add_argument("--start", nargs=2, type=Path, metavar=("TARGET", "HEAD"), help="begin from a trained pair, F32 GGUF files; OUT_DIR holds its tokenizer.json")
     ap.add_argument("--export-only", action="store_true", help="measure and export OUT_DIR/checkpoint.pt")
     a = ap.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
@@ -803,6 +838,8 @@ def main() -> None:
     t = Trainer(a.out, a.seed)
     if a.resume or a.export_only:
         t.load()
+    if a.start and not (a.resume or a.export_only):
+        t.start(*a.start)
     millions = [sum(p.numel() for p in m.parameters()) / 1e6 for m in (t.target, t.head)]
     t.say(
         f"tokens {len(t.train)}, held out {len(t.val)}; "
