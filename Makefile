@@ -82,7 +82,7 @@ check-tsan: build/test_threads_tsan
 
 FUZZERS = gguf tokenizer chat snapshot
 FUZZ_SECONDS ?= 60
-build/fuzz_%: tests/fuzz_%.c ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
+build/fuzz_%: tests/fuzz_%.c tests/ds4_plain.h ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
 	clang-19 -O1 -g $(EXACT) -DDS4_FAULTS -Wall -Wextra -Wno-unused-function -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $< -o $@ -lm
 
 # Each target for FUZZ_SECONDS, from the corpus in tests/; stops at the first input that fails, which is left in build/.

@@ -58,7 +58,8 @@ static size_t utf8_size(const char *text, size_t n) {
     const unsigned char *p = (const unsigned char *)text;
     size_t size = *p < 0x80 ? 1 : *p < 0xc2 ? 0 : *p < 0xe0 ? 2 : *p < 0xf0 ? 3 : *p < 0xf5 ? 4 : 0;
     if (size <= 1 || size > n) return size <= n ? size : 0;
-    if (p[1] < (*p == 0xe0 ? 0xa0 : *p == 0xf0 ? 0x90 : 0x80) || p[1] > (*p == 0xed ? 0x9f : *p == 0xf4 ? 0x8f : 0xbf)) return 0;
+    if (p[1] < (*p == 0xe0 ? 0xa0 : *p == 0xf0 ? 0x90 : 0x80) || p[1] > (*p == 0xed ? 0x9f : *p == 0xf4 ? 0x8f : 0xbf))
+        return 0;
     for (size_t i = 2; i < size; i++)
         if ((p[i] & 0xc0) != 0x80) return 0;
     return size;
@@ -85,7 +86,11 @@ __attribute__((format(printf, 1, 2))) static void set_error(const char *format, 
     make_printable(text);
     memcpy(last_error, text, sizeof text);
 }
-#define fail(...) __extension__({ set_error(__VA_ARGS__); -1; })
+#define fail(...)               \
+    __extension__({             \
+        set_error(__VA_ARGS__); \
+        -1;                     \
+    })
 
 const char *ds4_last_error(void) { return last_error; }
 const char *ds4_version(void) { return DS4_VERSION; }
@@ -420,7 +425,9 @@ static bool valid_utf8(str s) {
 static int take_string(cursor *c, str *out, const char *what) {
     uint64_t n;
     if (take(c, &n, 8, what)) return -1;
-    if (n > cursor_left(c)) return fail("%s: truncated: %s is said to have %llu bytes, %zu are left", c->path, what, (unsigned long long)n, cursor_left(c));
+    if (n > cursor_left(c))
+        return fail("%s: truncated: %s is said to have %llu bytes, %zu are left", c->path, what, (unsigned long long)n,
+                    cursor_left(c));
     *out = (str){(const char *)c->p, (size_t)n};
     c->p += n;
     return 0;
@@ -428,23 +435,27 @@ static int take_string(cursor *c, str *out, const char *what) {
 
 /* Skips `count` values of a type and checks that they are there. */
 static int skip_values(cursor *c, uint32_t type, uint64_t count, int depth, str key) {
-    if (type >= G_TYPES) return fail("%s: key %.*s: value type %u is unknown (GGUF has 0 to %d)", c->path, STR_ARG(key), type, G_TYPES - 1);
+    if (type >= G_TYPES)
+        return fail("%s: key %.*s: value type %u is unknown (GGUF has 0 to %d)", c->path, STR_ARG(key), type, G_TYPES - 1);
     if (type != G_STRING && type != G_ARRAY) {
         if (count > cursor_left(c) / gguf_size[type])
-            return fail("%s: truncated: key %.*s has %llu values, the file ends before them", c->path, STR_ARG(key), (unsigned long long)count);
+            return fail("%s: truncated: key %.*s has %llu values, the file ends before them", c->path, STR_ARG(key),
+                        (unsigned long long)count);
         c->p += count * gguf_size[type];
         return 0;
     }
     if (depth > MAX_NESTING) return fail("%s: key %.*s: arrays nested more than %d deep", c->path, STR_ARG(key), MAX_NESTING);
     if (count > cursor_left(c) / 8)
-        return fail("%s: truncated: key %.*s has %llu values, the file ends before them", c->path, STR_ARG(key), (unsigned long long)count);
+        return fail("%s: truncated: key %.*s has %llu values, the file ends before them", c->path, STR_ARG(key),
+                    (unsigned long long)count);
     for (uint64_t i = 0; i < count; i++) {
         str skipped;
         uint32_t inner;
         uint64_t n;
         if (type == G_STRING) {
             if (take_string(c, &skipped, "a string of the metadata")) return -1;
-        } else if (take(c, &inner, 4, "an array") || take(c, &n, 8, "an array") || skip_values(c, inner, n, depth + 1, key)) return -1;
+        } else if (take(c, &inner, 4, "an array") || take(c, &n, 8, "an array") || skip_values(c, inner, n, depth + 1, key))
+            return -1;
     }
     return 0;
 }
@@ -467,7 +478,8 @@ static int take_tensor(cursor *c, tensor *t, uint64_t alignment) {
     uint32_t n_dims;
     if (take_string(c, &t->name, "a tensor's name") || take(c, &n_dims, 4, "a tensor's description")) return -1;
     if (!valid_utf8(t->name)) return fail("%s: a tensor's name is not UTF-8: %.*s", c->path, STR_ARG(t->name));
-    if (n_dims < 1 || n_dims > 4) return fail("%s: tensor %.*s has %u dimensions, expected 1 to 4", c->path, STR_ARG(t->name), n_dims);
+    if (n_dims < 1 || n_dims > 4)
+        return fail("%s: tensor %.*s has %u dimensions, expected 1 to 4", c->path, STR_ARG(t->name), n_dims);
     t->n_dims = (int)n_dims;
     t->part = c->part;
     uint64_t values = 1;
@@ -475,14 +487,18 @@ static int take_tensor(cursor *c, tensor *t, uint64_t alignment) {
         uint64_t d = 1;
         if (i < t->n_dims && take(c, &d, 8, "a tensor's dimensions")) return -1;
         if (d < 1 || d > INT32_MAX * (uint64_t)64 || __builtin_mul_overflow(values, d, &values) || values > INT64_MAX / 16)
-            return fail("%s: tensor %.*s: dimension %d is %llu, which cannot be", c->path, STR_ARG(t->name), i, (unsigned long long)d);
+            return fail("%s: tensor %.*s: dimension %d is %llu, which cannot be", c->path, STR_ARG(t->name), i,
+                        (unsigned long long)d);
         t->dims[i] = (int64_t)d;
     }
     if (take(c, &t->type, 4, "a tensor's type") || take(c, &t->offset, 8, "a tensor's offset")) return -1;
     if (t->offset % alignment)
-        return fail("%s: tensor %.*s: offset %llu is not a multiple of the alignment %llu", c->path, STR_ARG(t->name), (unsigned long long)t->offset, (unsigned long long)alignment);
+        return fail("%s: tensor %.*s: offset %llu is not a multiple of the alignment %llu", c->path, STR_ARG(t->name),
+                    (unsigned long long)t->offset, (unsigned long long)alignment);
     int64_t row = type_row_bytes(t->type, t->dims[0]);
-    if (row < 0) return fail("%s: tensor %.*s: rows of %lld values do not fill blocks of type %s", c->path, STR_ARG(t->name), (long long)t->dims[0], type_name(t->type));
+    if (row < 0)
+        return fail("%s: tensor %.*s: rows of %lld values do not fill blocks of type %s", c->path, STR_ARG(t->name),
+                    (long long)t->dims[0], type_name(t->type));
     if (__builtin_mul_overflow((uint64_t)row, values / (uint64_t)t->dims[0], &t->bytes))
         return fail("%s: tensor %.*s is larger than any memory", c->path, STR_ARG(t->name));
     return 0;
@@ -491,11 +507,14 @@ static int take_tensor(cursor *c, tensor *t, uint64_t alignment) {
 /* ---- lookups ---- */
 
 static int meta_order(const void *a, const void *b) { return str_cmp(((const meta *)a)->key, ((const meta *)b)->key); }
-static int name_order(const void *a, const void *b) { return str_cmp((*(tensor *const *)a)->name, (*(tensor *const *)b)->name); }
+static int name_order(const void *a, const void *b) {
+    return str_cmp((*(tensor *const *)a)->name, (*(tensor *const *)b)->name);
+}
 static int place_order(const void *a, const void *b) {
     const tensor *x = *(tensor *const *)a, *y = *(tensor *const *)b;
     if (x->part != y->part) return x->part - y->part;
-    return x->offset != y->offset ? (x->offset > y->offset) - (x->offset < y->offset) : (x->bytes > y->bytes) - (x->bytes < y->bytes);
+    return x->offset != y->offset ? (x->offset > y->offset) - (x->offset < y->offset)
+                                  : (x->bytes > y->bytes) - (x->bytes < y->bytes);
 }
 
 static const meta *gguf_meta(const gguf *g, const char *key) {
@@ -513,13 +532,20 @@ static const tensor *gguf_tensor(const gguf *g, const char *name) {
 static double meta_number(const meta *m, uint64_t i) {
     const uint8_t *p = m->value + i * gguf_size[m->type];
     switch (m->type) {
-    case G_U8: case G_BOOL: return *p;
+    case G_U8:
+    case G_BOOL: return *p;
     case G_I8: return (int8_t)*p;
-#define READ(tag, ctype) case tag: { ctype v; memcpy(&v, p, sizeof v); return (double)v; }
-    READ(G_U16, uint16_t) READ(G_I16, int16_t) READ(G_U32, uint32_t) READ(G_I32, int32_t) READ(G_F32, float)
-    READ(G_U64, uint64_t) READ(G_I64, int64_t) READ(G_F64, double)
+#define READ(tag, ctype)         \
+    case tag: {                  \
+        ctype v;                 \
+        memcpy(&v, p, sizeof v); \
+        return (double)v;        \
+    }
+        READ(G_U16, uint16_t)
+        READ(G_I16, int16_t) READ(G_U32, uint32_t) READ(G_I32, int32_t) READ(G_F32, float) READ(G_U64, uint64_t)
+            READ(G_I64, int64_t) READ(G_F64, double)
 #undef READ
-    default: return NAN;
+                default : return NAN;
     }
 }
 
@@ -566,7 +592,8 @@ static void gguf_close(gguf *g) {
 }
 
 static int map_file(const char *path, mapping *out) {
-    int fd = fault() ? (errno = EMFILE, -1) : open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  /* a FIFO would wait for a writer */
+    int fd =
+        fault() ? (errno = EMFILE, -1) : open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  /* a FIFO would wait for a writer */
     if (fd < 0) return fail("%s: cannot open: %s", path, strerror(errno));
     struct stat st;
     int result = -1;
@@ -613,9 +640,14 @@ static int read_part(gguf *g, int part) {
     uint64_t n_tensors, n_metas, alignment;
     if (check_header(&c, &n_tensors, &n_metas)) return -1;
     if (n_metas > MAX_ENTRIES || n_tensors > MAX_ENTRIES - g->n_tensors)
-        return fail("%s: %llu metadata keys and %llu tensors announced, expected at most %d of each", g->path, (unsigned long long)n_metas, (unsigned long long)n_tensors, MAX_ENTRIES);
-    if (n_metas > cursor_left(&c) / 13) return fail("%s: truncated: %llu metadata keys announced, the file has no room for them", g->path, (unsigned long long)n_metas);
-    if (n_tensors > cursor_left(&c) / 32) return fail("%s: truncated: %llu tensors announced, the file has no room for them", g->path, (unsigned long long)n_tensors);
+        return fail("%s: %llu metadata keys and %llu tensors announced, expected at most %d of each", g->path,
+                    (unsigned long long)n_metas, (unsigned long long)n_tensors, MAX_ENTRIES);
+    if (n_metas > cursor_left(&c) / 13)
+        return fail("%s: truncated: %llu metadata keys announced, the file has no room for them", g->path,
+                    (unsigned long long)n_metas);
+    if (n_tensors > cursor_left(&c) / 32)
+        return fail("%s: truncated: %llu tensors announced, the file has no room for them", g->path,
+                    (unsigned long long)n_tensors);
     meta *metas = mem_array(n_metas, sizeof *metas);
     if (!metas) return -1;
     int result = -1;
@@ -634,7 +666,8 @@ static int read_part(gguf *g, int part) {
     size_t room = start < g->parts[part].size ? g->parts[part].size - start : 0;
     for (size_t i = 0; i < n_tensors; i++) {
         if (mine[i].offset > room || mine[i].bytes > room - mine[i].offset) {
-            fail("%s: truncated: tensor %.*s (%llu bytes at offset %llu) ends beyond the file", g->path, STR_ARG(mine[i].name), (unsigned long long)mine[i].bytes, (unsigned long long)mine[i].offset);
+            fail("%s: truncated: tensor %.*s (%llu bytes at offset %llu) ends beyond the file", g->path, STR_ARG(mine[i].name),
+                 (unsigned long long)mine[i].bytes, (unsigned long long)mine[i].offset);
             goto out;
         }
         mine[i].data = g->parts[part].map + start + mine[i].offset;
@@ -655,7 +688,8 @@ out:
 static int gguf_index(gguf *g) {
     if (g->n_metas) qsort(g->metas, g->n_metas, sizeof *g->metas, meta_order);
     for (size_t i = 1; i < g->n_metas; i++)
-        if (str_cmp(g->metas[i - 1].key, g->metas[i].key) == 0) return fail("%s: key %.*s is there twice", g->path, STR_ARG(g->metas[i].key));
+        if (str_cmp(g->metas[i - 1].key, g->metas[i].key) == 0)
+            return fail("%s: key %.*s is there twice", g->path, STR_ARG(g->metas[i].key));
     g->by_name = mem_array(g->n_tensors, sizeof *g->by_name);
     if (!g->by_name) return -1;
     if (!g->n_tensors) return 0;
@@ -671,7 +705,8 @@ static int gguf_index(gguf *g) {
     }
     qsort(g->by_name, g->n_tensors, sizeof *g->by_name, name_order);
     for (size_t i = 1; i < g->n_tensors; i++)
-        if (str_cmp(g->by_name[i - 1]->name, g->by_name[i]->name) == 0) return fail("%s: tensor %.*s is there twice", g->path, STR_ARG(g->by_name[i]->name));
+        if (str_cmp(g->by_name[i - 1]->name, g->by_name[i]->name) == 0)
+            return fail("%s: tensor %.*s is there twice", g->path, STR_ARG(g->by_name[i]->name));
     return 0;
 }
 
@@ -737,8 +772,19 @@ bad:
 /* ---- 4.1 Tensor types -------------------------------------------------------------------------------------------- */
 
 enum {                                                                  /* as GGUF numbers them */
-    T_F32 = 0, T_F16 = 1, T_Q4_0 = 2, T_Q8_0 = 8, T_Q2_K = 10, T_Q3_K = 11, T_Q4_K = 12, T_Q5_K = 13, T_Q6_K = 14,
-    T_IQ2_XXS = 16, T_I32 = 26, T_BF16 = 30, T_MXFP4 = 39
+       T_F32 = 0,
+       T_F16 = 1,
+       T_Q4_0 = 2,
+       T_Q8_0 = 8,
+       T_Q2_K = 10,
+       T_Q3_K = 11,
+       T_Q4_K = 12,
+       T_Q5_K = 13,
+       T_Q6_K = 14,
+       T_IQ2_XXS = 16,
+       T_I32 = 26,
+       T_BF16 = 30,
+       T_MXFP4 = 39
 };
 
 /* What a type's dot takes for activations: floats, or int8 with one scale for 32 or for 256 values. */
@@ -752,55 +798,61 @@ typedef struct {
 } type_info;
 
 static const type_info type_table[] = {
-    {T_F32, "F32", 1, 4, ACT_FLOAT},       {T_F16, "F16", 1, 2, ACT_FLOAT},    {T_Q4_0, "Q4_0", 32, 18, ACT_Q32},
-    {T_Q8_0, "Q8_0", 32, 34, ACT_Q32},     {T_Q2_K, "Q2_K", 256, 84, ACT_Q256}, {T_Q3_K, "Q3_K", 256, 110, ACT_Q256},
-    {T_Q4_K, "Q4_K", 256, 144, ACT_Q256},  {T_Q5_K, "Q5_K", 256, 176, ACT_Q256}, {T_Q6_K, "Q6_K", 256, 210, ACT_Q256},
-    {T_IQ2_XXS, "IQ2_XXS", 256, 66, ACT_Q256}, {T_I32, "I32", 1, 4, ACT_FLOAT}, {T_BF16, "BF16", 1, 2, ACT_FLOAT},
+    {T_F32, "F32", 1, 4, ACT_FLOAT},           {T_F16, "F16", 1, 2, ACT_FLOAT},      {T_Q4_0, "Q4_0", 32, 18, ACT_Q32},
+    {T_Q8_0, "Q8_0", 32, 34, ACT_Q32},         {T_Q2_K, "Q2_K", 256, 84, ACT_Q256},  {T_Q3_K, "Q3_K", 256, 110, ACT_Q256},
+    {T_Q4_K, "Q4_K", 256, 144, ACT_Q256},      {T_Q5_K, "Q5_K", 256, 176, ACT_Q256}, {T_Q6_K, "Q6_K", 256, 210, ACT_Q256},
+    {T_IQ2_XXS, "IQ2_XXS", 256, 66, ACT_Q256}, {T_I32, "I32", 1, 4, ACT_FLOAT},      {T_BF16, "BF16", 1, 2, ACT_FLOAT},
     {T_MXFP4, "MXFP4", 32, 17, ACT_Q32},
 };
 
 /* A tensor type this engine reads, or NULL. */
 static const type_info *type_find(uint32_t id) {
     for (size_t i = 0; i < sizeof type_table / sizeof *type_table; i++)
-        if (type_table[i].id == id)
-            return &type_table[i];
+        if (type_table[i].id == id) return &type_table[i];
     return NULL;
 }
 
 /* The name of any GGUF tensor type, so that an error can say what a file holds; never NULL. */
 static const char *type_name(uint32_t id) {
     static const char *const names[] = {
-        "F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
-        "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16",
-        "I32", "I64", "F64", "IQ1_M", "BF16", "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0", "IQ4_NL_4_4",
-        "IQ4_NL_4_8", "IQ4_NL_8_8", "MXFP4", "NVFP4", "Q1_0",
+        "F32",        "F16",        "Q4_0",       "Q4_1",  "Q4_2",     "Q4_3",     "Q5_0",     "Q5_1",    "Q8_0",
+        "Q8_1",       "Q2_K",       "Q3_K",       "Q4_K",  "Q5_K",     "Q6_K",     "Q8_K",     "IQ2_XXS", "IQ2_XS",
+        "IQ3_XXS",    "IQ1_S",      "IQ4_NL",     "IQ3_S", "IQ2_S",    "IQ4_XS",   "I8",       "I16",     "I32",
+        "I64",        "F64",        "IQ1_M",      "BF16",  "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0",   "TQ2_0",
+        "IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8", "MXFP4", "NVFP4",    "Q1_0",
     };
     return id < sizeof names / sizeof *names ? names[id] : "of an unknown number";
 }
 
 /* Rows of activations. Row r: f + r*n, q + r*n, d + r*(n/block), sum + r*(n/16).
  * `q` is in the kernels' own order (act_offset); `sum` holds the sums of 16 consecutive values of q, in natural order. */
-typedef struct { int64_t n; const float *f; const int8_t *q; const float *d; const int16_t *sum; } acts;
+typedef struct {
+    int64_t n;
+    const float *f;
+    const int8_t *q;
+    const float *d;
+    const int16_t *sum;
+} acts;
 
 /* One instruction set's functions. */
 typedef struct kernels {
     const char *name;
     /* out[j*ldo + o] = dot(row o of w, activation row rows[j]) for o < n_out, j < m; rows NULL: 0 .. m-1. */
-    void (*mat)(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,
-                const int32_t *rows, int m, float *out, size_t ldo);
+    void (*mat)(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x, const int32_t *rows,
+                int m, float *out, size_t ldo);
     void (*quantise)(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum);      /* one row */
     void (*dequantise)(uint32_t type, int64_t n, const uint8_t *w, float *out);                         /* one row */
     float (*dot)(int64_t n, const float *a, const float *b);
     void (*dots)(int64_t n, const float *q, int64_t ldq, int m, const float *row, float *out, int64_t ldo);
-                                                    /* out[h*ldo] = dot(q + h*ldq, row): many heads, one kv row */
+    /* out[h*ldo] = dot(q + h*ldq, row): many heads, one kv row */
     void (*axpy)(int64_t n, float a, const float *x, float *y);                 /* y = fma(a, x, y) */
     void (*axpys)(int64_t n, const float *a, int64_t lda, int m, const float *x, float *y, int64_t ldy);
-                                                    /* y_h = fma(a[h*lda], x, y_h): one kv row, many heads */
+    /* y_h = fma(a[h*lda], x, y_h): one kv row, many heads */
     float (*sum_squares)(int64_t n, const float *x);
     void (*scale_mul)(int64_t n, float s, const float *x, const float *w, float *y);    /* y = (x*s)*w; w may be NULL */
     void (*softmax)(int64_t n, float *x, float sink, bool has_sink);            /* in place */
     void (*softmax_step)(int64_t n, const float *x, const float *v, const float *max, float *sum, float *out);
-                                                    /* e = exp(x - max); sum += e; out = fma(e, v, out) */
+    /* e = exp(x - max); sum += e; out = fma(e, v, out) */
     void (*swiglu)(int64_t n, const float *gate, const float *up, float limit, float *out);
     void (*sigmoid)(int64_t n, const float *x, float *y);
     void (*f16_load)(int64_t n, const uint16_t *x, float *y);
@@ -817,11 +869,31 @@ typedef struct kernels {
 
 /* ---- 4.2 Numbers as bits ----------------------------------------------------------------------------------------- */
 
-ALWAYS_INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
-ALWAYS_INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
-ALWAYS_INLINE double double_of(uint64_t u) { double x; memcpy(&x, &u, 8); return x; }
-ALWAYS_INLINE uint16_t load_u16(const uint8_t *p) { uint16_t u; memcpy(&u, p, 2); return u; }
-ALWAYS_INLINE uint32_t load_u32(const uint8_t *p) { uint32_t u; memcpy(&u, p, 4); return u; }
+ALWAYS_INLINE uint32_t bits_of(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return u;
+}
+ALWAYS_INLINE float float_of(uint32_t u) {
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+ALWAYS_INLINE double double_of(uint64_t u) {
+    double x;
+    memcpy(&x, &u, 8);
+    return x;
+}
+ALWAYS_INLINE uint16_t load_u16(const uint8_t *p) {
+    uint16_t u;
+    memcpy(&u, p, 2);
+    return u;
+}
+ALWAYS_INLINE uint32_t load_u32(const uint8_t *p) {
+    uint32_t u;
+    memcpy(&u, p, 4);
+    return u;
+}
 
 /* Without a branch, so that loops over it vectorise whatever made the two. */
 ALWAYS_INLINE uint32_t select_bits(bool yes, uint32_t a, uint32_t b) { return b ^ ((a ^ b) & (0u - (uint32_t)yes)); }
@@ -884,18 +956,16 @@ ALWAYS_INLINE float f_sigmoid(float x) { return 1.0f / (1.0f + f_exp(-x)); }
 /* e^x in double, for |x| < 700: tables made once, not inner loops. */
 static double d_exp(double x) {
     static const double inverse_factorial[] = {
-        1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800,
-        1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800.0,
+        1.0,        1.0,         1.0 / 2,      1.0 / 6,       1.0 / 24,       1.0 / 120,       1.0 / 720,
+        1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800.0,
     };
-    if (x != x)
-        return x;
+    if (x != x) return x;
     x = x > 709.0 ? 709.0 : x < -708.0 ? -708.0 : x;
     double n = x * 0x1.71547652b82fep+0 + 0x1.8p52;
     n -= 0x1.8p52;
     double r = __builtin_fma(n, -0x1.62e42fef00000p-1, x), p = inverse_factorial[13];
     r = __builtin_fma(n, -0x1.473de6af278edp-34, r);
-    for (int i = 12; i >= 0; i--)
-        p = __builtin_fma(p, r, inverse_factorial[i]);
+    for (int i = 12; i >= 0; i--) p = __builtin_fma(p, r, inverse_factorial[i]);
     return p * double_of((uint64_t)((int64_t)n + 1023) << 52);
 }
 
@@ -912,15 +982,13 @@ static double d_log(double x) {
         e++;
     }
     double s = (m - 1.0) / (m + 1.0), z = s * s, p = 1.0 / 25;
-    for (int i = 23; i >= 1; i -= 2)
-        p = __builtin_fma(p, z, 1.0 / i);
+    for (int i = 23; i >= 1; i -= 2) p = __builtin_fma(p, z, 1.0 / i);
     return __builtin_fma((double)e, 0x1.62e42fef00000p-1, __builtin_fma((double)e, 0x1.473de6af278edp-34, 2.0 * s * p));
 }
 
 /* ln(1 + e^x), computed in double: the router's choice of experts hangs on it. */
 static float f_softplus(float x) {
-    if (x != x || x > 60.0f)
-        return x;
+    if (x != x || x > 60.0f) return x;
     double e = d_exp(x > 0 ? -(double)x : (double)x), u = 1.0 + e;
     double l = u == 1.0 ? e : d_log(u) * (e / (u - 1.0));               /* makes up for the rounding of 1 + e */
     return (float)(x > 0 ? (double)x + l : l);
@@ -929,20 +997,33 @@ static float f_softplus(float x) {
 /* Sine and cosine of an angle in radians, to double accuracy for |a| <= 2^21 or so (a rotary angle at the largest
  * position): the angle is reduced by multiples of pi/2 in three parts, each product exact. */
 static void d_sincos(double a, double *s, double *c) {
-    static const double ps[] = { 1.0, -1.0 / 6, 1.0 / 120, -1.0 / 5040, 1.0 / 362880, -1.0 / 39916800,
-                                 1.0 / 6227020800.0, -1.0 / 1307674368000.0, 1.0 / 355687428096000.0 };
-    static const double pc[] = { 1.0, -1.0 / 2, 1.0 / 24, -1.0 / 720, 1.0 / 40320, -1.0 / 3628800, 1.0 / 479001600,
-                                 -1.0 / 87178291200.0, 1.0 / 20922789888000.0, -1.0 / 6402373705728000.0 };
+    static const double ps[] = {1.0,
+                                -1.0 / 6,
+                                1.0 / 120,
+                                -1.0 / 5040,
+                                1.0 / 362880,
+                                -1.0 / 39916800,
+                                1.0 / 6227020800.0,
+                                -1.0 / 1307674368000.0,
+                                1.0 / 355687428096000.0};
+    static const double pc[] = {1.0,
+                                -1.0 / 2,
+                                1.0 / 24,
+                                -1.0 / 720,
+                                1.0 / 40320,
+                                -1.0 / 3628800,
+                                1.0 / 479001600,
+                                -1.0 / 87178291200.0,
+                                1.0 / 20922789888000.0,
+                                -1.0 / 6402373705728000.0};
     double n = a * 0x1.45f306dc9c883p-1 + 0x1.8p52;
     n -= 0x1.8p52;
     double r = __builtin_fma(n, -0x1.921fb54400000p+0, a);
     r = __builtin_fma(n, -0x1.0b4611a600000p-34, r);
     r = __builtin_fma(n, -0x1.3198a2e037073p-69, r);
     double z = r * r, vs = ps[8], vc = pc[9];
-    for (int i = 7; i >= 0; i--)
-        vs = __builtin_fma(vs, z, ps[i]);
-    for (int i = 8; i >= 0; i--)
-        vc = __builtin_fma(vc, z, pc[i]);
+    for (int i = 7; i >= 0; i--) vs = __builtin_fma(vs, z, ps[i]);
+    for (int i = 8; i >= 0; i--) vc = __builtin_fma(vc, z, pc[i]);
     vs *= r;
     int quadrant = n >= -0x1p50 && n <= 0x1p50 ? (int)((int64_t)n & 3) : 0;
     *s = quadrant == 0 ? vs : quadrant == 1 ? vc : quadrant == 2 ? -vs : -vc;
@@ -993,8 +1074,7 @@ ALWAYS_INLINE void unpack_q2_k(const uint8_t *b, wblock *u) {
     }
     for (int h = 0; h < 2; h++)
         for (int k = 0; k < 4; k++)
-            for (int i = 0; i < 32; i++)
-                u->q[128 * h + 32 * k + i] = (int8_t)((b[16 + 32 * h + i] >> (2 * k)) & 3);
+            for (int i = 0; i < 32; i++) u->q[128 * h + 32 * k + i] = (int8_t)((b[16 + 32 * h + i] >> (2 * k)) & 3);
     u->d = f16_to_f32(load_u16(b + 80));
     u->dmin = f16_to_f32(load_u16(b + 82));
 }
@@ -1056,8 +1136,7 @@ ALWAYS_INLINE void unpack_q6_k(const uint8_t *b, wblock *u) {
                 int low = (b[64 * h + 32 * (k & 1) + i] >> (k < 2 ? 0 : 4)) & 15, high = (b[128 + 32 * h + i] >> (2 * k)) & 3;
                 u->q[128 * h + 32 * k + i] = (int8_t)((low | high << 4) - 32);
             }
-    for (int i = 0; i < 16; i++)
-        u->scale[i] = (int8_t)b[192 + i];
+    for (int i = 0; i < 16; i++) u->scale[i] = (int8_t)b[192 + i];
     u->d = f16_to_f32(load_u16(b + 208));
 }
 
@@ -1102,10 +1181,8 @@ ALWAYS_INLINE void unpack(uint32_t type, const uint8_t *b, wblock *u) {
 
 ALWAYS_INLINE float join_lanes(const float *acc) {
     float t[8];
-    for (int l = 0; l < 8; l++)
-        t[l] = acc[l] + acc[l + 8];
-    for (int l = 0; l < 4; l++)
-        t[l] += t[l + 4];
+    for (int l = 0; l < 8; l++) t[l] = acc[l] + acc[l + 8];
+    for (int l = 0; l < 4; l++) t[l] += t[l + 4];
     return (t[0] + t[2]) + (t[1] + t[3]);
 }
 
@@ -1113,8 +1190,7 @@ ALWAYS_INLINE float join_lanes(const float *acc) {
  * stored as 8 words of 4 values from each of its blocks in turn, so that a vector's lanes are blocks and no sum crosses
  * lanes; the last group may have fewer blocks. */
 ALWAYS_INLINE int64_t act_offset(act_kind kind, int64_t n, int64_t i) {
-    if (kind != ACT_Q32)
-        return i;
+    if (kind != ACT_Q32) return i;
     int64_t block = i / 32, group = block / LANES, left = n / 32 - group * LANES;
     int64_t lanes = left < LANES ? left : LANES;
     return group * (32 * LANES) + (i % 32) / 4 * (4 * lanes) + block % LANES * 4 + i % 4;
@@ -1136,23 +1212,20 @@ ALWAYS_INLINE float quantise_block(int n, const float *x, int8_t *q) {
         return top >= INF_BITS ? float_of(NAN_BITS) : 0.0f;
     }
     float inverse = 127.0f / float_of(top);
-    for (int i = 0; i < n; i++)
-        q[i] = (int8_t)(int32_t)(bits_of(x[i] * inverse + ROUNDER) - bits_of(ROUNDER));
+    for (int i = 0; i < n; i++) q[i] = (int8_t)(int32_t)(bits_of(x[i] * inverse + ROUNDER) - bits_of(ROUNDER));
     return float_of(top) / 127.0f;
 }
 
 ALWAYS_INLINE int16_t sum_of_16(const int8_t *q) {
     int t = 0;
-    for (int i = 0; i < 16; i++)
-        t += q[i];
+    for (int i = 0; i < 16; i++) t += q[i];
     return (int16_t)t;
 }
 
 /* A block of 32 values in natural order to its places in the row. */
 ALWAYS_INLINE void scatter_block(int64_t n, int64_t b, const int8_t *v, int8_t *q) {
     const int64_t at = act_offset(ACT_Q32, n, b * 32), step = act_offset(ACT_Q32, n, b * 32 + 4) - at;
-    for (int k = 0; k < 8; k++)
-        memcpy(q + at + k * step, v + 4 * k, 4);
+    for (int k = 0; k < 8; k++) memcpy(q + at + k * step, v + 4 * k, 4);
 }
 
 ALWAYS_INLINE void quantise_32_body(int64_t n, const float *x, int8_t *q, float *d, int16_t *sum) {
@@ -1166,18 +1239,17 @@ ALWAYS_INLINE void quantise_32_body(int64_t n, const float *x, int8_t *q, float 
 }
 
 ALWAYS_INLINE void quantise_256_body(int64_t n, const float *x, int8_t *q, float *d, int16_t *sum) {
-    for (int64_t b = 0; b < n / 256; b++)
-        d[b] = quantise_block(256, x + b * 256, q + b * 256);
-    for (int64_t i = 0; i < n / 16; i++)
-        sum[i] = sum_of_16(q + i * 16);
+    for (int64_t b = 0; b < n / 256; b++) d[b] = quantise_block(256, x + b * 256, q + b * 256);
+    for (int64_t i = 0; i < n / 16; i++) sum[i] = sum_of_16(q + i * 16);
 }
 
 ALWAYS_INLINE void dequantise_body(uint32_t type, int64_t n, const uint8_t *w, float *out) {
     const type_info *t = type_find(type);
     if (t == NULL || t->act == ACT_FLOAT) {
         for (int64_t i = 0; i < n; i++)
-            out[i] = type == T_F16 ? f16_to_f32(load_u16(w + 2 * i)) : type == T_BF16 ? bf16_to_f32(load_u16(w + 2 * i))
-                   : float_of(load_u32(w + 4 * i));
+            out[i] = type == T_F16    ? f16_to_f32(load_u16(w + 2 * i))
+                     : type == T_BF16 ? bf16_to_f32(load_u16(w + 2 * i))
+                                      : float_of(load_u32(w + 4 * i));
         return;
     }
     wblock u = {.d = 0};
@@ -1192,22 +1264,25 @@ ALWAYS_INLINE void dequantise_body(uint32_t type, int64_t n, const uint8_t *w, f
 }
 
 ALWAYS_INLINE void axpy_body(int64_t n, float a, const float *x, float *y) {
-    for (int64_t i = 0; i < n; i++)
-        y[i] = __builtin_fmaf(a, x[i], y[i]);
+    for (int64_t i = 0; i < n; i++) y[i] = __builtin_fmaf(a, x[i], y[i]);
 }
 
 ALWAYS_INLINE void scale_mul_body(int64_t n, float s, const float *x, const float *w, float *y) {
     if (w == NULL)
-        for (int64_t i = 0; i < n; i++)
-            y[i] = x[i] * s;
+        for (int64_t i = 0; i < n; i++) y[i] = x[i] * s;
     else
-        for (int64_t i = 0; i < n; i++)
-            y[i] = (x[i] * s) * w[i];
+        for (int64_t i = 0; i < n; i++) y[i] = (x[i] * s) * w[i];
 }
 
 /* A float as an integer of the same order; -0 comes just below 0, NaNs at the ends. */
-ALWAYS_INLINE int32_t order_of(float x) { uint32_t u = bits_of(x); return (int32_t)(u >> 31 ? ~u ^ 0x80000000u : u); }
-ALWAYS_INLINE float of_order(int32_t key) { uint32_t u = (uint32_t)key; return float_of(key < 0 ? ~u ^ 0x80000000u : u); }
+ALWAYS_INLINE int32_t order_of(float x) {
+    uint32_t u = bits_of(x);
+    return (int32_t)(u >> 31 ? ~u ^ 0x80000000u : u);
+}
+ALWAYS_INLINE float of_order(int32_t key) {
+    uint32_t u = (uint32_t)key;
+    return float_of(key < 0 ? ~u ^ 0x80000000u : u);
+}
 
 ALWAYS_INLINE float sum_body(int64_t n, const float *x) {
     typedef float eight __attribute__((vector_size(32)));               /* 16 lanes that stay in registers */
@@ -1222,8 +1297,7 @@ ALWAYS_INLINE float sum_body(int64_t n, const float *x) {
     float lane[LANES];
     memcpy(lane, &lo, sizeof lo);
     memcpy(lane + 8, &hi, sizeof hi);
-    for (int l = 0; i + l < n; l++)
-        lane[l] += x[i + l];
+    for (int l = 0; i + l < n; l++) lane[l] += x[i + l];
     return join_lanes(lane);
 }
 
@@ -1235,14 +1309,11 @@ ALWAYS_INLINE void softmax_body(int64_t n, float *x, float sink, bool has_sink) 
         top = key > top ? key : top;
     }
     const float max = of_order(top);
-    for (int64_t i = 0; i < n; i++)
-        x[i] = f_exp(x[i] - max);
+    for (int64_t i = 0; i < n; i++) x[i] = f_exp(x[i] - max);
     float sum = sum_body(n, x);
-    if (has_sink)
-        sum += f_exp(sink - max);
+    if (has_sink) sum += f_exp(sink - max);
     const float inverse = 1.0f / sum;                                   /* sum >= 1, for one exponent is 0 */
-    for (int64_t i = 0; i < n; i++)
-        x[i] *= inverse;
+    for (int64_t i = 0; i < n; i++) x[i] *= inverse;
 }
 
 ALWAYS_INLINE void softmax_step_body(int64_t n, const float *x, const float *v, const float *max, float *sum, float *out) {
@@ -1264,18 +1335,15 @@ ALWAYS_INLINE void swiglu_body(int64_t n, const float *gate, const float *up, fl
 }
 
 ALWAYS_INLINE void sigmoid_body(int64_t n, const float *x, float *y) {
-    for (int64_t i = 0; i < n; i++)
-        y[i] = f_sigmoid(x[i]);
+    for (int64_t i = 0; i < n; i++) y[i] = f_sigmoid(x[i]);
 }
 
 ALWAYS_INLINE void f16_load_body(int64_t n, const uint16_t *x, float *y) {
-    for (int64_t i = 0; i < n; i++)
-        y[i] = f16_to_f32(x[i]);
+    for (int64_t i = 0; i < n; i++) y[i] = f16_to_f32(x[i]);
 }
 
 ALWAYS_INLINE void f16_store_body(int64_t n, const float *x, uint16_t *y) {
-    for (int64_t i = 0; i < n; i++)
-        y[i] = f32_to_f16(x[i]);
+    for (int64_t i = 0; i < n; i++) y[i] = f32_to_f16(x[i]);
 }
 
 /* FP8 E4M3 has no infinity: both NaN and infinity are stored as its NaN, and only finite values choose the scale. */
@@ -1312,8 +1380,7 @@ ALWAYS_INLINE void fp8_load_body(int64_t n, const uint8_t *x, const uint8_t *e8m
     for (int64_t b = 0; b < n / 64; b++) {
         uint32_t e = e8m0[b];
         float scale = float_of(e == 0 ? 0x00400000u : e == 255 ? NAN_BITS : e << 23);
-        for (int i = 0; i < 64; i++)
-            y[64 * b + i] = fp8_to_f32(x[64 * b + i]) * scale;
+        for (int i = 0; i < 64; i++) y[64 * b + i] = fp8_to_f32(x[64 * b + i]) * scale;
     }
 }
 
@@ -1336,18 +1403,15 @@ ALWAYS_INLINE int64_t argmax_body(int64_t n, const float *x) {
         best = key > best ? key : best;
         top = a > top ? a : top;
     }
-    if (n <= 0 || top >= INF_BITS)
-        return -1;
+    if (n <= 0 || top >= INF_BITS) return -1;
     const float max = of_order(best);
     for (int64_t i = 0; i < n; i += 64) {
         int64_t end = i + 64 < n ? i + 64 : n;
         uint32_t found = 0;
-        for (int64_t k = i; k < end; k++)
-            found |= x[k] == max;                                       /* -0 equals 0 */
+        for (int64_t k = i; k < end; k++) found |= x[k] == max;                                       /* -0 equals 0 */
         if (found)
-            for (int64_t k = i; ; k++)
-                if (x[k] == max)
-                    return k;
+            for (int64_t k = i;; k++)
+                if (x[k] == max) return k;
     }
     return -1;
 }
@@ -1357,7 +1421,12 @@ ALWAYS_INLINE int64_t argmax_body(int64_t n, const float *x) {
 /* A product is computed in tiles: the weight rows w + o*w_stride, o < n_out, against the m activation rows of x, into
  * out[j*ldo + o]. What is unpacked of the weights serves all rows of a tile. */
 #define TILE 16
-typedef struct { const float *f[TILE]; const int8_t *q[TILE]; const float *d[TILE]; const int16_t *sum[TILE]; } tile_acts;
+typedef struct {
+    const float *f[TILE];
+    const int8_t *q[TILE];
+    const float *d[TILE];
+    const int16_t *sum[TILE];
+} tile_acts;
 
 #define TILE_ARGS int64_t n, const uint8_t *w, size_t w_stride, int n_out, const tile_acts *x, int m, float *out, size_t ldo
 typedef void tile_fn(TILE_ARGS);
@@ -1367,8 +1436,9 @@ static float float_dot_from(uint32_t type, int64_t n, int64_t i, const uint8_t *
     for (; i < n; i += LANES) {
         int64_t lanes = n - i < LANES ? n - i : LANES;
         for (int l = 0; l < lanes; l++) {
-            float v = type == T_F16 ? f16_to_f32(load_u16(w + 2 * (i + l)))
-                    : type == T_BF16 ? bf16_to_f32(load_u16(w + 2 * (i + l))) : float_of(load_u32(w + 4 * (i + l)));
+            float v = type == T_F16    ? f16_to_f32(load_u16(w + 2 * (i + l)))
+                      : type == T_BF16 ? bf16_to_f32(load_u16(w + 2 * (i + l)))
+                                       : float_of(load_u32(w + 4 * (i + l)));
             acc[l] = __builtin_fmaf(v, x[i + l], acc[l]);
         }
     }
@@ -1392,21 +1462,18 @@ ALWAYS_INLINE void block_dot(uint32_t type, int block, int64_t n, const wblock *
     if (block == 32) {
         const int64_t at = act_offset(ACT_Q32, n, b * 32), step = act_offset(ACT_Q32, n, b * 32 + 4) - at;
         for (int k = 0; k < 8; k++)
-            for (int i = 0; i < 4; i++)
-                dot += u->q[4 * k + i] * q[at + k * step + i];
+            for (int i = 0; i < 4; i++) dot += u->q[4 * k + i] * q[at + k * step + i];
     } else {
         for (int s = 0; s < 16; s++) {
             int32_t part = 0;
-            for (int i = 0; i < 16; i++)
-                part += u->q[16 * s + i] * q[b * 256 + 16 * s + i];
+            for (int i = 0; i < 16; i++) part += u->q[16 * s + i] * q[b * 256 + 16 * s + i];
             dot += part * u->scale[s];
         }
     }
     float *lane = acc + b % LANES;
     *lane = __builtin_fmaf((float)dot, u->d * scale, *lane);
     if (type_has_min(type)) {
-        for (int s = 0; s < 16; s++)
-            min += x->sum[j][b * 16 + s] * u->min[s];
+        for (int s = 0; s < 16; s++) min += x->sum[j][b * 16 + s] * u->min[s];
         *lane = __builtin_fmaf(-(float)min, u->dmin * scale, *lane);
     }
 }
@@ -1418,11 +1485,9 @@ ALWAYS_INLINE void block_tile(uint32_t type, TILE_ARGS) {
         for (int64_t b = 0; b < n / t->block; b++) {
             wblock u;
             unpack(type, w + (size_t)o * w_stride + b * t->bytes, &u);
-            for (int j = 0; j < m; j++)
-                block_dot(type, t->block, n, &u, x, j, b, acc[j]);
+            for (int j = 0; j < m; j++) block_dot(type, t->block, n, &u, x, j, b, acc[j]);
         }
-        for (int j = 0; j < m; j++)
-            out[(size_t)j * ldo + (size_t)o] = join_lanes(acc[j]);
+        for (int j = 0; j < m; j++) out[(size_t)j * ldo + (size_t)o] = join_lanes(acc[j]);
     }
 }
 
@@ -1455,14 +1520,15 @@ static void dot_tiles(tile_fn *tile, int64_t n, const float *q, int64_t ldq, int
     tile_acts t;
     for (int h = 0; h < m; h += TILE) {
         const int count = m - h < TILE ? m - h : TILE;
-        for (int k = 0; k < count; k++)
-            t.f[k] = q + (h + k) * ldq;
+        for (int k = 0; k < count; k++) t.f[k] = q + (h + k) * ldq;
         tile(n, (const uint8_t *)(const void *)row, 0, 1, &t, count, out + h * ldo, (size_t)ldo);
     }
 }
 
 /* The tiles of every type, for one instruction set. */
-typedef struct { tile_fn *f32, *f16, *bf16, *q4_0, *q8_0, *mxfp4, *q2_k, *q3_k, *q4_k, *q5_k, *q6_k, *iq2_xxs; } tile_set;
+typedef struct {
+    tile_fn *f32, *f16, *bf16, *q4_0, *q8_0, *mxfp4, *q2_k, *q3_k, *q4_k, *q5_k, *q6_k, *iq2_xxs;
+} tile_set;
 
 static tile_fn *tile_for(const tile_set *s, uint32_t type) {
     switch (type) {
@@ -1482,44 +1548,44 @@ static tile_fn *tile_for(const tile_set *s, uint32_t type) {
 }
 
 /* A tile of one type: `body` compiled for it alone, with the instructions that `attr` names. */
-#define TILE_FN(name, attr, body, type)                                                                                  \
+#define TILE_FN(name, attr, body, type) \
     attr static void name(TILE_ARGS) { body(type, n, w, w_stride, n_out, x, m, out, ldo); }
-#define TILE_SET(isa, attr, float_body, q32_body, q256_body)                                                             \
-    TILE_FN(tile_f32_##isa, attr, float_body, T_F32)                                                                     \
-    TILE_FN(tile_f16_##isa, attr, float_body, T_F16)                                                                     \
-    TILE_FN(tile_bf16_##isa, attr, float_body, T_BF16)                                                                   \
-    TILE_FN(tile_q4_0_##isa, attr, q32_body, T_Q4_0)                                                                     \
-    TILE_FN(tile_q8_0_##isa, attr, q32_body, T_Q8_0)                                                                     \
-    TILE_FN(tile_mxfp4_##isa, attr, q32_body, T_MXFP4)                                                                   \
-    TILE_FN(tile_q2_k_##isa, attr, q256_body, T_Q2_K)                                                                    \
-    TILE_FN(tile_q3_k_##isa, attr, q256_body, T_Q3_K)                                                                    \
-    TILE_FN(tile_q4_k_##isa, attr, q256_body, T_Q4_K)                                                                    \
-    TILE_FN(tile_q5_k_##isa, attr, q256_body, T_Q5_K)                                                                    \
-    TILE_FN(tile_q6_k_##isa, attr, q256_body, T_Q6_K)                                                                    \
-    TILE_FN(tile_iq2_xxs_##isa, attr, q256_body, T_IQ2_XXS)                                                              \
-    static const tile_set tiles_##isa = {                                                                                \
-        tile_f32_##isa, tile_f16_##isa, tile_bf16_##isa, tile_q4_0_##isa, tile_q8_0_##isa, tile_mxfp4_##isa,             \
-        tile_q2_k_##isa, tile_q3_k_##isa, tile_q4_k_##isa, tile_q5_k_##isa, tile_q6_k_##isa, tile_iq2_xxs_##isa,         \
+#define TILE_SET(isa, attr, float_body, q32_body, q256_body)                                                     \
+    TILE_FN(tile_f32_##isa, attr, float_body, T_F32)                                                             \
+    TILE_FN(tile_f16_##isa, attr, float_body, T_F16)                                                             \
+    TILE_FN(tile_bf16_##isa, attr, float_body, T_BF16)                                                           \
+    TILE_FN(tile_q4_0_##isa, attr, q32_body, T_Q4_0)                                                             \
+    TILE_FN(tile_q8_0_##isa, attr, q32_body, T_Q8_0)                                                             \
+    TILE_FN(tile_mxfp4_##isa, attr, q32_body, T_MXFP4)                                                           \
+    TILE_FN(tile_q2_k_##isa, attr, q256_body, T_Q2_K)                                                            \
+    TILE_FN(tile_q3_k_##isa, attr, q256_body, T_Q3_K)                                                            \
+    TILE_FN(tile_q4_k_##isa, attr, q256_body, T_Q4_K)                                                            \
+    TILE_FN(tile_q5_k_##isa, attr, q256_body, T_Q5_K)                                                            \
+    TILE_FN(tile_q6_k_##isa, attr, q256_body, T_Q6_K)                                                            \
+    TILE_FN(tile_iq2_xxs_##isa, attr, q256_body, T_IQ2_XXS)                                                      \
+    static const tile_set tiles_##isa = {                                                                        \
+        tile_f32_##isa,  tile_f16_##isa,  tile_bf16_##isa, tile_q4_0_##isa, tile_q8_0_##isa, tile_mxfp4_##isa,   \
+        tile_q2_k_##isa, tile_q3_k_##isa, tile_q4_k_##isa, tile_q5_k_##isa, tile_q6_k_##isa, tile_iq2_xxs_##isa, \
     };
 
 /* A tile of float weights by the function `floats`, which takes O rows by J rows of activations with O*J <= 4. */
-#define FLOAT_TILE(name, attr, floats)                                                                                   \
-    attr void name(uint32_t type, TILE_ARGS) {                                                                           \
-        for (int o = 0; o < n_out; ) {                                                                                   \
-            const uint8_t *p = w + (size_t)o * w_stride;                                                                 \
-            const int rows = m == 1 && n_out - o >= 4 ? 4 : m > 1 && n_out - o >= 2 ? 2 : 1;                             \
-            for (int j = 0; j < m; ) {                                                                                   \
-                const int count = rows == 2 && m - j >= 2 ? 2 : rows == 1 && m - j >= 4 ? 4 : 1;                         \
-                float *to = out + (size_t)j * ldo + o;                                                                   \
-                if (rows == 4) floats(type, 4, 1, n, p, w_stride, x->f + j, to, ldo);                                    \
-                else if (count == 4) floats(type, 1, 4, n, p, w_stride, x->f + j, to, ldo);                              \
-                else if (count == 2) floats(type, 2, 2, n, p, w_stride, x->f + j, to, ldo);                              \
-                else if (rows == 2) floats(type, 2, 1, n, p, w_stride, x->f + j, to, ldo);                               \
-                else floats(type, 1, 1, n, p, w_stride, x->f + j, to, ldo);                                              \
-                j += count;                                                                                              \
-            }                                                                                                            \
-            o += rows;                                                                                                   \
-        }                                                                                                                \
+#define FLOAT_TILE(name, attr, floats)                                                           \
+    attr void name(uint32_t type, TILE_ARGS) {                                                   \
+        for (int o = 0; o < n_out;) {                                                            \
+            const uint8_t *p = w + (size_t)o * w_stride;                                         \
+            const int rows = m == 1 && n_out - o >= 4 ? 4 : m > 1 && n_out - o >= 2 ? 2 : 1;     \
+            for (int j = 0; j < m;) {                                                            \
+                const int count = rows == 2 && m - j >= 2 ? 2 : rows == 1 && m - j >= 4 ? 4 : 1; \
+                float *to = out + (size_t)j * ldo + o;                                           \
+                if (rows == 4) floats(type, 4, 1, n, p, w_stride, x->f + j, to, ldo);            \
+                else if (count == 4) floats(type, 1, 4, n, p, w_stride, x->f + j, to, ldo);      \
+                else if (count == 2) floats(type, 2, 2, n, p, w_stride, x->f + j, to, ldo);      \
+                else if (rows == 2) floats(type, 2, 1, n, p, w_stride, x->f + j, to, ldo);       \
+                else floats(type, 1, 1, n, p, w_stride, x->f + j, to, ldo);                      \
+                j += count;                                                                      \
+            }                                                                                    \
+            o += rows;                                                                           \
+        }                                                                                        \
     }
 
 TILE_SET(scalar, , float_tile, block_tile, block_tile)
@@ -1531,7 +1597,9 @@ TILE_SET(scalar, , float_tile, block_tile, block_tile)
 #define INLINE_256 ALWAYS_INLINE TARGET_AVX2
 
 /* 16 lanes as two vectors of 8. */
-typedef struct { __m256 lo, hi; } floats256;
+typedef struct {
+    __m256 lo, hi;
+} floats256;
 
 INLINE_256 float join_256(floats256 a) {
     const __m256 h = _mm256_add_ps(a.lo, a.hi);
@@ -1542,8 +1610,7 @@ INLINE_256 float join_256(floats256 a) {
 
 /* 8 weights of a float type. */
 INLINE_256 __m256 load_floats_256(uint32_t type, const uint8_t *w, int64_t i) {
-    if (type == T_F32)
-        return _mm256_loadu_ps((const float *)(const void *)(w + 4 * i));
+    if (type == T_F32) return _mm256_loadu_ps((const float *)(const void *)(w + 4 * i));
     const __m128i h = _mm_loadu_si128((const void *)(w + 2 * i));
     return type == T_F16 ? _mm256_cvtph_ps(h) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
@@ -1552,11 +1619,9 @@ INLINE_256 __m256 load_floats_256(uint32_t type, const uint8_t *w, int64_t i) {
 INLINE_256 void floats_256(uint32_t type, const int O, const int J, int64_t n, const uint8_t *w, size_t w_stride,
                            const float *const *x, float *out, size_t ldo) {
     floats256 acc[4][4];
-    UNROLL for (int k = 0; k < O * J; k++)
-        acc[k / J][k % J].lo = acc[k / J][k % J].hi = _mm256_setzero_ps();
+    UNROLL for (int k = 0; k < O * J; k++) acc[k / J][k % J].lo = acc[k / J][k % J].hi = _mm256_setzero_ps();
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        UNROLL for (int o = 0; o < O; o++) {
+    for (; i + LANES <= n; i += LANES) UNROLL for (int o = 0; o < O; o++) {
             const __m256 lo = load_floats_256(type, w + (size_t)o * w_stride, i);
             const __m256 hi = load_floats_256(type, w + (size_t)o * w_stride, i + 8);
             UNROLL for (int j = 0; j < J; j++) {
@@ -1564,13 +1629,12 @@ INLINE_256 void floats_256(uint32_t type, const int O, const int J, int64_t n, c
                 acc[o][j].hi = _mm256_fmadd_ps(hi, _mm256_loadu_ps(x[j] + i + 8), acc[o][j].hi);
             }
         }
-    UNROLL for (int o = 0; o < O; o++)
-        UNROLL for (int j = 0; j < J; j++) {
-            float lanes[LANES], *to = out + (size_t)j * ldo + o;
-            _mm256_storeu_ps(lanes, acc[o][j].lo);
-            _mm256_storeu_ps(lanes + 8, acc[o][j].hi);
-            *to = i == n ? join_256(acc[o][j]) : float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
-        }
+    UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) {
+        float lanes[LANES], *to = out + (size_t)j * ldo + o;
+        _mm256_storeu_ps(lanes, acc[o][j].lo);
+        _mm256_storeu_ps(lanes + 8, acc[o][j].hi);
+        *to = i == n ? join_256(acc[o][j]) : float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
+    }
 }
 
 FLOAT_TILE(float_tile_256, INLINE_256, floats_256)
@@ -1578,8 +1642,7 @@ FLOAT_TILE(float_tile_256, INLINE_256, floats_256)
 /* As f16_load_body and f16_store_body, by the instructions that do it. */
 INLINE_256 void load_f16_256(int64_t n, const uint16_t *x, float *y) {
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(x + i))));
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(x + i))));
     f16_load_body(n - i, x + i, y + i);
 }
 
@@ -1613,8 +1676,8 @@ INLINE_256 void quantise_32_256(int64_t n, const float *x, int8_t *q, float *d, 
         const float max = _mm_cvtss_f32(_mm_castsi128_ps(t));
         const __m256 inverse = _mm256_set1_ps(127.0f / max);
         d[b] = max / 127.0f;
-        UNROLL for (int k = 0; k < 4; k++)
-            r[k] = _mm256_cvtps_epi32(_mm256_mul_ps(v[k], inverse));    /* half to even, as every rounding here */
+        UNROLL for (int k = 0; k < 4; k++) r[k] =
+            _mm256_cvtps_epi32(_mm256_mul_ps(v[k], inverse));    /* half to even, as every rounding here */
         /* packing works within halves: 0 1 2 3 of four vectors come out as words 0 2 4 6 1 3 5 7 */
         const __m256i p = _mm256_packs_epi16(_mm256_packs_epi32(r[0], r[1]), _mm256_packs_epi32(r[2], r[3]));
         const __m256i all = _mm256_permutevar8x32_epi32(p, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
@@ -1651,7 +1714,10 @@ INLINE_256 void gather_words_256(const uint8_t *b, int64_t size, int64_t blocks,
 }
 
 /* Weights of 32-value types, 8 blocks at a time (see group512), as signed bytes. */
-typedef struct { __m256i w[8]; __m256 scale; } group256;
+typedef struct {
+    __m256i w[8];
+    __m256 scale;
+} group256;
 
 INLINE_256 void unpack_group_256(uint32_t type, const uint8_t *b, int64_t blocks, group256 *u) {
     const int64_t size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
@@ -1672,10 +1738,8 @@ INLINE_256 void unpack_group_256(uint32_t type, const uint8_t *b, int64_t blocks
         }
     }
     for (int64_t i = 0; i < blocks; i++)
-        if (type == T_MXFP4)
-            scale[i] = mxfp4_scale(b[size * i]);
-        else
-            half[i] = load_u16(b + size * i);
+        if (type == T_MXFP4) scale[i] = mxfp4_scale(b[size * i]);
+        else half[i] = load_u16(b + size * i);
     u->scale = type == T_MXFP4 ? _mm256_loadu_ps(scale) : _mm256_cvtph_ps(_mm_loadu_si128((const void *)half));
 }
 
@@ -1709,32 +1773,27 @@ INLINE_256 void q32_group_256(uint32_t type, int64_t b, const int64_t lanes, int
 INLINE_256 void q32_row_256(uint32_t type, int64_t n, const uint8_t *w, const tile_acts *x, int m, float *out, size_t ldo) {
     const int size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
     __m256 acc[2 * TILE];
-    for (int j = 0; j < 2 * m; j++)
-        acc[j] = _mm256_setzero_ps();
+    for (int j = 0; j < 2 * m; j++) acc[j] = _mm256_setzero_ps();
     for (int64_t b = 0; b < n / 32; b += 8) {
         const int64_t left = n / 32 - b, group = n / 32 - (b & ~(int64_t)15), blocks = group < LANES ? group : LANES;
-        if (left >= 8)
-            q32_group_256(type, b, 8, blocks, w + b * size, x, m, acc + (b >> 3 & 1));
-        else
-            q32_group_256(type, b, left, blocks, w + b * size, x, m, acc + (b >> 3 & 1));
+        if (left >= 8) q32_group_256(type, b, 8, blocks, w + b * size, x, m, acc + (b >> 3 & 1));
+        else q32_group_256(type, b, left, blocks, w + b * size, x, m, acc + (b >> 3 & 1));
     }
-    for (int j = 0; j < m; j++)
-        out[(size_t)j * ldo] = join_256((floats256){acc[2 * j], acc[2 * j + 1]});
+    for (int j = 0; j < m; j++) out[(size_t)j * ldo] = join_256((floats256){acc[2 * j], acc[2 * j + 1]});
 }
 
 INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
-    for (int o = 0; o < n_out; o++)
-        q32_row_256(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
+    for (int o = 0; o < n_out; o++) q32_row_256(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
 }
 
 /* IQ2_XXS: the halves of the block's 8 words of signs and scale that hold signs, a byte for each 8 weights. A byte's
  * eighth sign is the parity of the seven that are stored. */
 INLINE_256 __m256i iq2_signs_256(__m256i rest) {
-    const __m256i odd = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0));
+    const __m256i odd =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0));
     __m256i sign = _mm256_and_si256(rest, _mm256_set1_epi32(0x7f));
-    UNROLL for (int k = 1; k < 4; k++)
-        sign = _mm256_or_si256(sign, _mm256_and_si256(_mm256_slli_epi32(rest, k), _mm256_set1_epi32(0x7f << (8 * k))));
+    UNROLL for (int k = 1; k < 4; k++) sign =
+        _mm256_or_si256(sign, _mm256_and_si256(_mm256_slli_epi32(rest, k), _mm256_set1_epi32(0x7f << (8 * k))));
     const __m256i folded = _mm256_and_si256(_mm256_xor_si256(sign, _mm256_srli_epi16(sign, 4)), _mm256_set1_epi8(15));
     return _mm256_or_si256(sign, _mm256_shuffle_epi8(odd, folded));
 }
@@ -1742,13 +1801,12 @@ INLINE_256 __m256i iq2_signs_256(__m256i rest) {
 /* Four code words' magnitudes; blends of broadcasts, because every CPU has more units for those than for inserts. */
 INLINE_256 __m256i iq2_words_256(const uint8_t *code) {
     __m256i w[4];
-    UNROLL for (int i = 0; i < 4; i++)
-        w[i] = _mm256_set1_epi64x((long long)iq2_grid[code[i]]);
+    UNROLL for (int i = 0; i < 4; i++) w[i] = _mm256_set1_epi64x((long long)iq2_grid[code[i]]);
     return _mm256_blend_epi32(_mm256_blend_epi32(w[0], w[1], 0x0c), _mm256_blend_epi32(w[2], w[3], 0xc0), 0xf0);
 }
 
 INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock *u) {
-    const __m256i each = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);     /* byte of 4 */
+    const __m256i each = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303); /* byte of 4 */
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
     const __m256 lo = _mm256_castsi256_ps(_mm256_loadu_si256((const void *)(b + 2)));
     const __m256 hi = _mm256_castsi256_ps(_mm256_loadu_si256((const void *)(b + 34)));
@@ -1756,7 +1814,7 @@ INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock *u) {
     const __m256i scale = _mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(rest, 28), 1), _mm256_set1_epi32(1));
     uint32_t sign[8];
     _mm256_storeu_si256((void *)sign, iq2_signs_256(rest));
-    _mm256_storeu_si256((void *)u->scale, _mm256_or_si256(scale, _mm256_slli_epi32(scale, 16)));       /* each one twice */
+    _mm256_storeu_si256((void *)u->scale, _mm256_or_si256(scale, _mm256_slli_epi32(scale, 16))); /* each one twice */
     u->d = f16_to_f32(load_u16(b)) * 0.125f;
     UNROLL for (int g = 0; g < 8; g++) {
         const __m256i w = iq2_words_256(b + 2 + 8 * g);
@@ -1774,7 +1832,9 @@ INLINE_256 __m256i sum_each_256(const __m256i *v) {
 }
 
 /* The products of up to 8 blocks with one row of activations before their lanes are summed. */
-typedef struct { __m256i dot[8], min[8]; } partial256;
+typedef struct {
+    __m256i dot[8], min[8];
+} partial256;
 
 INLINE_256 void block_dot_256(uint32_t type, const wblock *u, const int8_t *q, const int16_t *sum, __m256i *dot, __m256i *min) {
     __m256i total = _mm256_setzero_si256();
@@ -1793,23 +1853,18 @@ INLINE_256 void block_dot_256(uint32_t type, const wblock *u, const int8_t *q, c
 INLINE_256 void q256_row_256(uint32_t type, int64_t n, const uint8_t *w, const tile_acts *x, int m, float *out, size_t ldo) {
     const int size = type_find(type)->bytes;
     __m256 acc[2 * TILE];
-    for (int j = 0; j < 2 * m; j++)
-        acc[j] = _mm256_setzero_ps();
+    for (int j = 0; j < 2 * m; j++) acc[j] = _mm256_setzero_ps();
     for (int64_t g = 0; g < n / 256; g += 8) {
         const int64_t left = n / 256 - g, blocks = left < 8 ? left : 8;
         partial256 part[TILE];
         float d[8] = {0}, dmin[8] = {0};
-        if (blocks < 8)
-            memset(part, 0, (size_t)m * sizeof *part);
+        if (blocks < 8) memset(part, 0, (size_t)m * sizeof *part);
         for (int64_t b = 0; b < blocks; b++) {
             wblock u;
-            if (type == T_IQ2_XXS)
-                unpack_iq2_xxs_256(w + (g + b) * size, &u);
-            else
-                unpack(type, w + (g + b) * size, &u);
+            if (type == T_IQ2_XXS) unpack_iq2_xxs_256(w + (g + b) * size, &u);
+            else unpack(type, w + (g + b) * size, &u);
             d[b] = u.d;
-            if (type_has_min(type))
-                dmin[b] = u.dmin;
+            if (type_has_min(type)) dmin[b] = u.dmin;
             for (int j = 0; j < m; j++)
                 block_dot_256(type, &u, x->q[j] + (g + b) * 256, x->sum[j] + (g + b) * 16, &part[j].dot[b], &part[j].min[b]);
         }
@@ -1826,13 +1881,11 @@ INLINE_256 void q256_row_256(uint32_t type, int64_t n, const uint8_t *w, const t
             *to = _mm256_blendv_ps(*to, sum, mask);
         }
     }
-    for (int j = 0; j < m; j++)
-        out[(size_t)j * ldo] = join_256((floats256){acc[2 * j], acc[2 * j + 1]});
+    for (int j = 0; j < m; j++) out[(size_t)j * ldo] = join_256((floats256){acc[2 * j], acc[2 * j + 1]});
 }
 
 INLINE_256 void q256_tile_256(uint32_t type, TILE_ARGS) {
-    for (int o = 0; o < n_out; o++)
-        q256_row_256(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
+    for (int o = 0; o < n_out; o++) q256_row_256(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
 }
 
 TILE_SET(avx2, TARGET_AVX2, float_tile_256, q32_tile_256, q256_tile_256)
@@ -1855,8 +1908,7 @@ INLINE_512 __mmask16 first_lanes(int64_t lanes) { return (__mmask16)(lanes >= LA
 
 /* 16 weights of a float type. */
 INLINE_512 __m512 load_floats_512(uint32_t type, const uint8_t *w, int64_t i) {
-    if (type == T_F32)
-        return _mm512_loadu_ps(w + 4 * i);
+    if (type == T_F32) return _mm512_loadu_ps(w + 4 * i);
     const __m256i h = _mm256_loadu_si256((const void *)(w + 2 * i));
     return type == T_F16 ? _mm512_cvtph_ps(h) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
@@ -1865,46 +1917,36 @@ INLINE_512 __m512 load_floats_512(uint32_t type, const uint8_t *w, int64_t i) {
 INLINE_512 void floats_512(uint32_t type, const int O, const int J, int64_t n, const uint8_t *w, size_t w_stride,
                            const float *const *x, float *out, size_t ldo) {
     __m512 acc[4][8];
-    UNROLL for (int k = 0; k < O * J; k++)
-        acc[k / J][k % J] = _mm512_setzero_ps();
+    UNROLL for (int k = 0; k < O * J; k++) acc[k / J][k % J] = _mm512_setzero_ps();
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         __m512 v[8];
-        UNROLL for (int j = 0; j < J; j++)
-            v[j] = _mm512_loadu_ps(x[j] + i);
+        UNROLL for (int j = 0; j < J; j++) v[j] = _mm512_loadu_ps(x[j] + i);
         UNROLL for (int o = 0; o < O; o++) {
             const __m512 a = load_floats_512(type, w + (size_t)o * w_stride, i);
-            UNROLL for (int j = 0; j < J; j++)
-                acc[o][j] = _mm512_fmadd_ps(a, v[j], acc[o][j]);
+            UNROLL for (int j = 0; j < J; j++) acc[o][j] = _mm512_fmadd_ps(a, v[j], acc[o][j]);
         }
     }
-    UNROLL for (int o = 0; o < O; o++)
-        UNROLL for (int j = 0; j < J; j++) {
-            float lanes[LANES], *to = out + (size_t)j * ldo + o;
-            _mm512_storeu_ps(lanes, acc[o][j]);
-            *to = i == n ? join_512(acc[o][j]) : float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
-        }
+    UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) {
+        float lanes[LANES], *to = out + (size_t)j * ldo + o;
+        _mm512_storeu_ps(lanes, acc[o][j]);
+        *to = i == n ? join_512(acc[o][j]) : float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
+    }
 }
 
 INLINE_512 void float_tile_512(uint32_t type, TILE_ARGS) {
-    for (int o = 0; o < n_out; ) {
+    for (int o = 0; o < n_out;) {
         const int rows = n_out - o >= 4 ? 4 : 1;
         const uint8_t *p = w + (size_t)o * w_stride;
-        for (int j = 0; j < m; ) {
+        for (int j = 0; j < m;) {
             const int count = rows == 1 && m - j >= 8 ? 8 : m - j >= 4 ? 4 : m - j >= 2 && rows == 4 ? 2 : 1;
             float *to = out + (size_t)j * ldo + o;
-            if (rows == 4 && count == 4)
-                floats_512(type, 4, 4, n, p, w_stride, x->f + j, to, ldo);
-            else if (rows == 4 && count == 2)
-                floats_512(type, 4, 2, n, p, w_stride, x->f + j, to, ldo);
-            else if (rows == 4)
-                floats_512(type, 4, 1, n, p, w_stride, x->f + j, to, ldo);
-            else if (count == 8)
-                floats_512(type, 1, 8, n, p, w_stride, x->f + j, to, ldo);
-            else if (count == 4)
-                floats_512(type, 1, 4, n, p, w_stride, x->f + j, to, ldo);
-            else
-                floats_512(type, 1, 1, n, p, w_stride, x->f + j, to, ldo);
+            if (rows == 4 && count == 4) floats_512(type, 4, 4, n, p, w_stride, x->f + j, to, ldo);
+            else if (rows == 4 && count == 2) floats_512(type, 4, 2, n, p, w_stride, x->f + j, to, ldo);
+            else if (rows == 4) floats_512(type, 4, 1, n, p, w_stride, x->f + j, to, ldo);
+            else if (count == 8) floats_512(type, 1, 8, n, p, w_stride, x->f + j, to, ldo);
+            else if (count == 4) floats_512(type, 1, 4, n, p, w_stride, x->f + j, to, ldo);
+            else floats_512(type, 1, 1, n, p, w_stride, x->f + j, to, ldo);
             j += count;
         }
         o += rows;
@@ -1913,14 +1955,17 @@ INLINE_512 void float_tile_512(uint32_t type, TILE_ARGS) {
 
 /* Weights of 32-value types, 16 blocks at a time: w[k] holds values 4k .. 4k+3 of every block, a block a lane, as
  * unsigned bytes that are `offset` too large; scale the blocks' scales. It is the order of act_offset. */
-typedef struct { __m512i w[8]; __m512 scale; } group512;
+typedef struct {
+    __m512i w[8];
+    __m512 scale;
+} group512;
 
 /* 16 bytes from each of 16 blocks, as four vectors whose lane b is the k-th word of block b. */
 INLINE_512 void gather_words_512(const uint8_t *b, int64_t size, int64_t blocks, __m512i w[4]) {
     __m512i r[4];
     for (int i = 0; i < 4; i++) {
         const uint8_t *p[4];
-        for (int c = 0; c < 4; c++)         /* no block beyond the row's last is read: its lanes repeat that one */
+        for (int c = 0; c < 4; c++) /* no block beyond the row's last is read: its lanes repeat that one */
             p[c] = b + size * (4 * c + i < blocks ? 4 * c + i : blocks - 1);
         r[i] = _mm512_castsi128_si512(_mm_loadu_si128((const void *)p[0]));
         r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x00f0, _mm_loadu_si128((const void *)p[1]));
@@ -1940,8 +1985,7 @@ INLINE_512 void unpack_group_512(uint32_t type, const uint8_t *b, int64_t blocks
     if (type == T_Q8_0) {
         gather_words_512(b + 2, size, blocks, u->w);
         gather_words_512(b + 18, size, blocks, u->w + 4);
-        for (int k = 0; k < 8; k++)
-            u->w[k] = _mm512_xor_si512(u->w[k], _mm512_set1_epi8((char)0x80));
+        for (int k = 0; k < 8; k++) u->w[k] = _mm512_xor_si512(u->w[k], _mm512_set1_epi8((char)0x80));
     } else {
         const __m512i low = _mm512_set1_epi8(15);
         const __m512i e2m1 = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
@@ -1950,13 +1994,11 @@ INLINE_512 void unpack_group_512(uint32_t type, const uint8_t *b, int64_t blocks
             u->w[k + 4] = _mm512_and_si512(_mm512_srli_epi16(u->w[k], 4), low);
             u->w[k] = _mm512_and_si512(u->w[k], low);
         }
-        for (int k = 0; k < 8 && type == T_MXFP4; k++)
-            u->w[k] = _mm512_shuffle_epi8(e2m1, u->w[k]);
+        for (int k = 0; k < 8 && type == T_MXFP4; k++) u->w[k] = _mm512_shuffle_epi8(e2m1, u->w[k]);
     }
     float scale[LANES] = {0};
     if (type == T_MXFP4) {
-        for (int64_t i = 0; i < blocks; i++)
-            scale[i] = mxfp4_scale(b[size * i]);
+        for (int64_t i = 0; i < blocks; i++) scale[i] = mxfp4_scale(b[size * i]);
         u->scale = _mm512_loadu_ps(scale);
     } else {
         const __m512i at = _mm512_mullo_epi32(_mm512_set1_epi32((int)size),
@@ -1976,8 +2018,7 @@ INLINE_512 void q32_group_512(uint32_t type, const int O, int64_t b, const int64
     const int offset = type == T_Q8_0 ? 128 : type == T_Q4_0 ? 8 : 12;
     const __m512i minus_offset = _mm512_set1_epi16((int16_t)-offset);
     group512 u[2];
-    UNROLL for (int o = 0; o < O; o++)
-        unpack_group_512(type, w + (size_t)o * w_stride, blocks, &u[o]);
+    UNROLL for (int o = 0; o < O; o++) unpack_group_512(type, w + (size_t)o * w_stride, blocks, &u[o]);
     for (int j = 0; j < m; j++) {
         const int8_t *q = x->q[j] + b * 32;
         const __m512 scale = _mm512_castsi512_ps(load_lanes_512(blocks, x->d[j] + b));
@@ -1985,12 +2026,10 @@ INLINE_512 void q32_group_512(uint32_t type, const int O, int64_t b, const int64
         dot[0] = dot[1] = _mm512_madd_epi16(load_lanes_512(blocks, x->sum[j] + 2 * b), minus_offset);
         UNROLL for (int k = 0; k < 8; k++) {
             const __m512i v = load_lanes_512(blocks, q + k * 4 * blocks);
-            UNROLL for (int o = 0; o < O; o++)
-                dot[o] = _mm512_dpbusd_epi32(dot[o], u[o].w[k], v);
+            UNROLL for (int o = 0; o < O; o++) dot[o] = _mm512_dpbusd_epi32(dot[o], u[o].w[k], v);
         }
-        UNROLL for (int o = 0; o < O; o++)
-            acc[o][j] = _mm512_mask3_fmadd_ps(_mm512_cvtepi32_ps(dot[o]), _mm512_mul_ps(u[o].scale, scale), acc[o][j],
-                                              first_lanes(blocks));
+        UNROLL for (int o = 0; o < O; o++) acc[o][j] =
+            _mm512_mask3_fmadd_ps(_mm512_cvtepi32_ps(dot[o]), _mm512_mul_ps(u[o].scale, scale), acc[o][j], first_lanes(blocks));
     }
 }
 
@@ -1998,31 +2037,29 @@ INLINE_512 void q32_rows_512(uint32_t type, const int O, int64_t n, const uint8_
                              int m, float *out, size_t ldo) {
     const int size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
     __m512 acc[2][TILE];
-    for (int j = 0; j < m; j++)
-        acc[0][j] = acc[1][j] = _mm512_setzero_ps();
+    for (int j = 0; j < m; j++) acc[0][j] = acc[1][j] = _mm512_setzero_ps();
     int64_t b = 0;
-    for (; b + LANES <= n / 32; b += LANES)
-        q32_group_512(type, O, b, LANES, w + b * size, w_stride, x, m, acc);
-    if (b < n / 32)
-        q32_group_512(type, O, b, n / 32 - b, w + b * size, w_stride, x, m, acc);
+    for (; b + LANES <= n / 32; b += LANES) q32_group_512(type, O, b, LANES, w + b * size, w_stride, x, m, acc);
+    if (b < n / 32) q32_group_512(type, O, b, n / 32 - b, w + b * size, w_stride, x, m, acc);
     for (int j = 0; j < m; j++)
-        for (int o = 0; o < O; o++)
-            out[(size_t)j * ldo + (size_t)o] = join_512(acc[o][j]);
+        for (int o = 0; o < O; o++) out[(size_t)j * ldo + (size_t)o] = join_512(acc[o][j]);
 }
 
 INLINE_512 void q32_tile_512(uint32_t type, TILE_ARGS) {
     int o = 0;
-    for (; o + 2 <= n_out; o += 2)
-        q32_rows_512(type, 2, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
-    if (o < n_out)
-        q32_rows_512(type, 1, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
+    for (; o + 2 <= n_out; o += 2) q32_rows_512(type, 2, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
+    if (o < n_out) q32_rows_512(type, 1, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
 }
 
 /* A block of 256 weights: unsigned bytes; the scale of each word of four as a pair (scale, 0) of int16, so that one
  * vpdpwssd multiplies a word's sum, which fits in int16, by it and adds; a minimum for each 16 values; and, for IQ2_XXS,
  * whose bytes are magnitudes, where the weights are negative. For types without minimums but with unsigned bytes that are
  * too large by a constant, `min` is scale times that constant and belongs to the same sum. */
-typedef struct { __m512i w[4], scale[4]; __m256i min; __mmask64 negative[4]; } wblock512;
+typedef struct {
+    __m512i w[4], scale[4];
+    __m256i min;
+    __mmask64 negative[4];
+} wblock512;
 
 ALWAYS_INLINE bool type_has_offset(uint32_t type) { return type == T_Q3_K || type == T_Q6_K; }
 
@@ -2031,24 +2068,20 @@ INLINE_512 __m512i halves_16(int a, int b) {
     return _mm512_inserti64x4(_mm512_set1_epi16((int16_t)a), _mm256_set1_epi16((int16_t)b), 1);
 }
 
-INLINE_512 __m512i halves_32(int a, int b) {
-    return _mm512_inserti64x4(_mm512_set1_epi32(a), _mm256_set1_epi32(b), 1);
-}
+INLINE_512 __m512i halves_32(int a, int b) { return _mm512_inserti64x4(_mm512_set1_epi32(a), _mm256_set1_epi32(b), 1); }
 
 INLINE_512 __m512i twice(const uint8_t *p) { return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)p)); }
 
 /* Scales for 16 values each, 16 of them as int16, to the words they belong to. */
 INLINE_512 void spread_scales_512(__m256i s, wblock512 *u) {
     const __m512i wide = _mm512_cvtepu16_epi32(s), lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    for (int c = 0; c < 4; c++)
-        u->scale[c] = _mm512_permutexvar_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(4 * c)), wide);
+    for (int c = 0; c < 4; c++) u->scale[c] = _mm512_permutexvar_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(4 * c)), wide);
 }
 
 /* Scales for 32 values each, 8 of them as int32, likewise. */
 INLINE_512 void spread_wide_scales_512(__m256i s, wblock512 *u) {
     const __m512i wide = _mm512_castsi256_si512(s);
-    for (int c = 0; c < 4; c++)
-        u->scale[c] = _mm512_permutexvar_epi32(halves_32(2 * c, 2 * c + 1), wide);
+    for (int c = 0; c < 4; c++) u->scale[c] = _mm512_permutexvar_epi32(halves_32(2 * c, 2 * c + 1), wide);
 }
 
 /* The 2-bit values of Q2_K and Q3_K, 64 a vector, in the order that unpack_q2_k says. */
@@ -2079,8 +2112,7 @@ INLINE_512 void unpack_q3_k_512(const uint8_t *b, wblock512 *u) {
     spread_scales_512(scale, u);
     u->min = _mm256_slli_epi16(scale, 2);
     two_bits_512(b + 32, u);
-    for (int c = 0; c < 4; c++)
-        u->w[c] = or_bits_512(u->w[c], twice(b), 2 * c, 2 * c + 1, 2, 4);
+    for (int c = 0; c < 4; c++) u->w[c] = or_bits_512(u->w[c], twice(b), 2 * c, 2 * c + 1, 2, 4);
 }
 
 /* The scales and minimums of Q4_K and Q5_K (unpack_k_scales). */
@@ -2105,8 +2137,7 @@ INLINE_512 void unpack_q4_k_512(const uint8_t *b, wblock512 *u) {
 INLINE_512 void unpack_q5_k_512(const uint8_t *b, wblock512 *u) {
     unpack_k_scales_512(b + 4, u);
     four_bits_512(b + 48, u);
-    for (int c = 0; c < 4; c++)
-        u->w[c] = or_bits_512(u->w[c], twice(b + 16), 2 * c, 2 * c + 1, 4, 16);
+    for (int c = 0; c < 4; c++) u->w[c] = or_bits_512(u->w[c], twice(b + 16), 2 * c, 2 * c + 1, 4, 16);
 }
 
 INLINE_512 void unpack_q6_k_512(const uint8_t *b, wblock512 *u) {
@@ -2148,8 +2179,7 @@ INLINE_512 __m512i sum_each_512(const __m512i *v) {
     __m512i x[4];
     for (int g = 0; g < 4; g++) {
         __m512i a[4];
-        for (int i = 0; i < 4; i++)
-            a[i] = v[4 * g + i];
+        for (int i = 0; i < 4; i++) a[i] = v[4 * g + i];
         a[0] = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
         a[2] = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
         x[g] = _mm512_add_epi32(_mm512_unpacklo_epi64(a[0], a[2]), _mm512_unpackhi_epi64(a[0], a[2]));
@@ -2173,23 +2203,23 @@ INLINE_512 __m512i sum_each_half_512(const __m512i *v) {
 
 /* The products of up to 16 blocks with one row of activations before their lanes are summed; the minimums' in the order
  * sum_each_half_512 wants. */
-typedef struct { __m512i dot[LANES]; __m256i min[LANES]; } partial512;
+typedef struct {
+    __m512i dot[LANES];
+    __m256i min[LANES];
+} partial512;
 
 INLINE_512 void block_dot_512(uint32_t type, const wblock512 *u, const int8_t *q, const int16_t *sum, int64_t b,
                               partial512 *p) {
     __m512i dot = _mm512_setzero_si512();
     UNROLL for (int c = 0; c < 4; c++) {
         __m512i v = _mm512_loadu_si512(q + 64 * c);
-        if (type == T_IQ2_XXS)
-            v = _mm512_mask_sub_epi8(v, u->negative[c], _mm512_setzero_si512(), v);
+        if (type == T_IQ2_XXS) v = _mm512_mask_sub_epi8(v, u->negative[c], _mm512_setzero_si512(), v);
         dot = _mm512_dpwssd_epi32(dot, _mm512_dpbusd_epi32(_mm512_setzero_si512(), u->w[c], v), u->scale[c]);
     }
     if (type_has_min(type) || type_has_offset(type)) {
         const __m256i s = _mm256_madd_epi16(u->min, _mm256_loadu_si256((const void *)sum));
-        if (type_has_min(type))
-            p->min[(b & 8) + (b & 3) * 2 + (b >> 2 & 1)] = s;
-        else
-            dot = _mm512_sub_epi32(dot, _mm512_zextsi256_si512(s));
+        if (type_has_min(type)) p->min[(b & 8) + (b & 3) * 2 + (b >> 2 & 1)] = s;
+        else dot = _mm512_sub_epi32(dot, _mm512_zextsi256_si512(s));
     }
     p->dot[b] = dot;
 }
@@ -2198,36 +2228,31 @@ INLINE_512 void block_dot_512(uint32_t type, const wblock512 *u, const int8_t *q
 INLINE_512 void q256_group_512(uint32_t type, int64_t g, const int64_t blocks, const uint8_t *w, const tile_acts *x, int m,
                                partial512 *part, uint16_t *d, uint16_t *dmin) {
     const int size = type_find(type)->bytes;
-    const int at = type == T_Q2_K ? 80 : type == T_Q3_K ? 108 : type == T_Q6_K ? 208 : 0;   /* where d is; dmin follows */
+    const int at = type == T_Q2_K ? 80 : type == T_Q3_K ? 108 : type == T_Q6_K ? 208 : 0; /* where d is; dmin follows */
     for (int64_t b = 0; b < blocks; b++) {
         const uint8_t *block = w + b * size;
         wblock512 u;
         unpack_512(type, block, &u);
         d[b] = load_u16(block + at);
-        if (type_has_min(type))
-            dmin[b] = load_u16(block + at + 2);
-        for (int j = 0; j < m; j++)
-            block_dot_512(type, &u, x->q[j] + (g + b) * 256, x->sum[j] + (g + b) * 16, b, &part[j]);
+        if (type_has_min(type)) dmin[b] = load_u16(block + at + 2);
+        for (int j = 0; j < m; j++) block_dot_512(type, &u, x->q[j] + (g + b) * 256, x->sum[j] + (g + b) * 16, b, &part[j]);
     }
 }
 
 /* One row of a 256-value type against a tile of activations. */
 INLINE_512 void q256_row_512(uint32_t type, int64_t n, const uint8_t *w, const tile_acts *x, int m, float *out, size_t ldo) {
     __m512 acc[TILE];
-    for (int j = 0; j < m; j++)
-        acc[j] = _mm512_setzero_ps();
+    for (int j = 0; j < m; j++) acc[j] = _mm512_setzero_ps();
     for (int64_t g = 0; g < n / 256; g += LANES) {
         const int64_t left = n / 256 - g, blocks = left < LANES ? left : LANES;
         const __mmask16 mask = first_lanes(blocks);
         partial512 part[TILE];
         uint16_t d[LANES] = {0}, dmin[LANES] = {0};
-        if (blocks < LANES)
-            memset(part, 0, (size_t)m * sizeof *part);
+        if (blocks < LANES) memset(part, 0, (size_t)m * sizeof *part);
         q256_group_512(type, g, blocks, w + g * type_find(type)->bytes, x, m, part, d, dmin);
         __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)d));
         const __m512 min_scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)dmin));
-        if (type == T_IQ2_XXS)
-            scale = _mm512_mul_ps(scale, _mm512_set1_ps(0.125f));
+        if (type == T_IQ2_XXS) scale = _mm512_mul_ps(scale, _mm512_set1_ps(0.125f));
         for (int j = 0; j < m; j++) {
             const __m512 a = _mm512_maskz_loadu_ps(mask, x->d[j] + g);
             const __m512 dot = _mm512_cvtepi32_ps(sum_each_512(part[j].dot));
@@ -2238,13 +2263,11 @@ INLINE_512 void q256_row_512(uint32_t type, int64_t n, const uint8_t *w, const t
             }
         }
     }
-    for (int j = 0; j < m; j++)
-        out[(size_t)j * ldo] = join_512(acc[j]);
+    for (int j = 0; j < m; j++) out[(size_t)j * ldo] = join_512(acc[j]);
 }
 
 INLINE_512 void q256_tile_512(uint32_t type, TILE_ARGS) {
-    for (int o = 0; o < n_out; o++)
-        q256_row_512(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
+    for (int o = 0; o < n_out; o++) q256_row_512(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
 }
 
 TILE_SET(avx512, TARGET_AVX512, float_tile_512, q32_tile_512, q256_tile_512)
@@ -2268,8 +2291,7 @@ INLINE_NEON float join_neon(const float32x4_t *v) {
 
 /* 4 weights of a float type. */
 INLINE_NEON float32x4_t load_floats_neon(uint32_t type, const uint8_t *w, int64_t i) {
-    if (type == T_F32)
-        return vreinterpretq_f32_u8(vld1q_u8(w + 4 * i));
+    if (type == T_F32) return vreinterpretq_f32_u8(vld1q_u8(w + 4 * i));
     const uint16x4_t h = vreinterpret_u16_u8(vld1_u8(w + 2 * i));
     return type == T_F16 ? vcvt_f32_f16(vreinterpret_f16_u16(h)) : vreinterpretq_f32_u32(vshll_n_u16(h, 16));
 }
@@ -2277,26 +2299,18 @@ INLINE_NEON float32x4_t load_floats_neon(uint32_t type, const uint8_t *w, int64_
 /* O rows of float weights against J rows of activations, the sums in registers. */
 INLINE_NEON void floats_neon(uint32_t type, const int O, const int J, int64_t n, const uint8_t *w, size_t w_stride,
                              const float *const *x, float *out, size_t ldo) {
-    float32x4_t acc[4][4];              /* [o*J + j][a quarter of the lanes] */
-    UNROLL for (int k = 0; k < O * J; k++)
-        UNROLL for (int c = 0; c < 4; c++)
-            acc[k][c] = vdupq_n_f32(0);
+    float32x4_t acc[4][4]; /* [o*J + j][a quarter of the lanes] */
+    UNROLL for (int k = 0; k < O * J; k++) UNROLL for (int c = 0; c < 4; c++) acc[k][c] = vdupq_n_f32(0);
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        UNROLL for (int o = 0; o < O; o++)
-            UNROLL for (int c = 0; c < 4; c++) {
-                const float32x4_t a = load_floats_neon(type, w + (size_t)o * w_stride, i + 4 * c);
-                UNROLL for (int j = 0; j < J; j++)
-                    acc[o * J + j][c] = vfmaq_f32(acc[o * J + j][c], a, vld1q_f32(x[j] + i + 4 * c));
-            }
-    UNROLL for (int o = 0; o < O; o++)
-        UNROLL for (int j = 0; j < J; j++) {
-            float lanes[LANES], *to = out + (size_t)j * ldo + o;
-            UNROLL for (int c = 0; c < 4; c++)
-                vst1q_f32(lanes + 4 * c, acc[o * J + j][c]);
-            *to = i == n ? join_neon(acc[o * J + j])
-                         : float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
+    for (; i + LANES <= n; i += LANES) UNROLL for (int o = 0; o < O; o++) UNROLL for (int c = 0; c < 4; c++) {
+            const float32x4_t a = load_floats_neon(type, w + (size_t)o * w_stride, i + 4 * c);
+            UNROLL for (int j = 0; j < J; j++) acc[o * J + j][c] = vfmaq_f32(acc[o * J + j][c], a, vld1q_f32(x[j] + i + 4 * c));
         }
+    UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) {
+        float lanes[LANES], *to = out + (size_t)j * ldo + o;
+        UNROLL for (int c = 0; c < 4; c++) vst1q_f32(lanes + 4 * c, acc[o * J + j][c]);
+        *to = i == n ? join_neon(acc[o * J + j]) : float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
+    }
 }
 
 FLOAT_TILE(float_tile_neon, INLINE_NEON, floats_neon)
@@ -2304,23 +2318,20 @@ FLOAT_TILE(float_tile_neon, INLINE_NEON, floats_neon)
 /* As f16_load_body and f16_store_body, by the instructions that do it. */
 INLINE_NEON void load_f16_neon(int64_t n, const uint16_t *x, float *y) {
     int64_t i = 0;
-    for (; i + 4 <= n; i += 4)
-        vst1q_f32(y + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + i))));
+    for (; i + 4 <= n; i += 4) vst1q_f32(y + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + i))));
     f16_load_body(n - i, x + i, y + i);
 }
 
 INLINE_NEON void store_f16_neon(int64_t n, const float *x, uint16_t *y) {
     int64_t i = 0;
-    for (; i + 4 <= n; i += 4)
-        vst1_u16(y + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + i))));
+    for (; i + 4 <= n; i += 4) vst1_u16(y + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + i))));
     f16_store_body(n - i, x + i, y + i);
 }
 
 /* 16 bytes from each of 4 blocks, as four vectors whose lane b is the k-th word of block b (see gather_words_512). */
 INLINE_NEON void gather_words_neon(const uint8_t *b, int64_t size, int64_t blocks, int8x16_t w[4]) {
     uint32x4_t r[4];
-    UNROLL for (int i = 0; i < 4; i++)
-        r[i] = vreinterpretq_u32_u8(vld1q_u8(b + size * (i < blocks ? i : blocks - 1)));
+    UNROLL for (int i = 0; i < 4; i++) r[i] = vreinterpretq_u32_u8(vld1q_u8(b + size * (i < blocks ? i : blocks - 1)));
     const uint64x2_t a = vreinterpretq_u64_u32(vzip1q_u32(r[0], r[1])), c = vreinterpretq_u64_u32(vzip2q_u32(r[0], r[1]));
     const uint64x2_t d = vreinterpretq_u64_u32(vzip1q_u32(r[2], r[3])), e = vreinterpretq_u64_u32(vzip2q_u32(r[2], r[3]));
     w[0] = vreinterpretq_s8_u64(vzip1q_u64(a, d));
@@ -2364,12 +2375,11 @@ INLINE_NEON void q32_group_neon(uint32_t type, int64_t b, const int64_t lanes, i
         int32x4_t dot = vdupq_n_s32(0);
         UNROLL for (int k = 0; k < 8; k++) {
             int8_t word[16] = {0};
-            if (lanes < 4)              /* what lies beyond is not the row's */
+            if (lanes < 4) /* what lies beyond is not the row's */
                 memcpy(word, q + k * 4 * blocks, (size_t)lanes * 4);
             dot = vdotq_s32(dot, u[k], vld1q_s8(lanes < 4 ? word : q + k * 4 * blocks));
         }
-        if (lanes < 4)
-            memcpy(few, x->d[j] + b, (size_t)lanes * 4);
+        if (lanes < 4) memcpy(few, x->d[j] + b, (size_t)lanes * 4);
         const float32x4_t scale = vmulq_f32(w_scale, vld1q_f32(lanes < 4 ? few : x->d[j] + b));
         float sum[4];
         vst1q_f32(sum, vfmaq_f32(vld1q_f32(to), vcvtq_f32_s32(dot), scale));
@@ -2385,13 +2395,10 @@ INLINE_NEON void q32_tile_neon(uint32_t type, TILE_ARGS) {
         memset(acc, 0, (size_t)m * sizeof *acc);
         for (int64_t b = 0; b < n / 32; b += 4) {
             const int64_t left = n / 32 - b, group = n / 32 - (b & ~(int64_t)15), blocks = group < LANES ? group : LANES;
-            if (left >= 4)
-                q32_group_neon(type, b, 4, blocks, row + b * size, x, m, acc);
-            else
-                q32_group_neon(type, b, left, blocks, row + b * size, x, m, acc);
+            if (left >= 4) q32_group_neon(type, b, 4, blocks, row + b * size, x, m, acc);
+            else q32_group_neon(type, b, left, blocks, row + b * size, x, m, acc);
         }
-        for (int j = 0; j < m; j++)
-            out[(size_t)j * ldo + (size_t)o] = join_lanes(acc[j]);
+        for (int j = 0; j < m; j++) out[(size_t)j * ldo + (size_t)o] = join_lanes(acc[j]);
     }
 }
 
@@ -2409,8 +2416,8 @@ INLINE_NEON void unpack_iq2_xxs_neon(const uint8_t *b, wblock *u) {
         sign |= (parity & 0x01010101) << 7;
         UNROLL for (int k = 0; k < 4; k += 2) {
             const uint64x2_t word = vcombine_u64(vcreate_u64(iq2_grid[code[k]]), vcreate_u64(iq2_grid[code[k + 1]]));
-            const uint8x16_t each = vcombine_u8(vdup_n_u8((uint8_t)(sign >> (8 * k))),
-                                                vdup_n_u8((uint8_t)(sign >> (8 * k + 8))));
+            const uint8x16_t each =
+                vcombine_u8(vdup_n_u8((uint8_t)(sign >> (8 * k))), vdup_n_u8((uint8_t)(sign >> (8 * k + 8))));
             const int8x16_t minus = vreinterpretq_s8_u8(vtstq_u8(each, bit));
             vst1q_s8(u->q + 32 * g + 8 * k, vsubq_s8(veorq_s8(vreinterpretq_s8_u64(word), minus), minus));
         }
@@ -2448,15 +2455,11 @@ INLINE_NEON void q256_tile_neon(uint32_t type, TILE_ARGS) {
         memset(acc, 0, (size_t)m * sizeof *acc);
         for (int64_t b = 0; b < n / 256; b++) {
             wblock u;
-            if (type == T_IQ2_XXS)
-                unpack_iq2_xxs_neon(row + b * size, &u);
-            else
-                unpack(type, row + b * size, &u);
-            for (int j = 0; j < m; j++)
-                block_dot_neon(type, &u, x, j, b, acc[j]);
+            if (type == T_IQ2_XXS) unpack_iq2_xxs_neon(row + b * size, &u);
+            else unpack(type, row + b * size, &u);
+            for (int j = 0; j < m; j++) block_dot_neon(type, &u, x, j, b, acc[j]);
         }
-        for (int j = 0; j < m; j++)
-            out[(size_t)j * ldo + (size_t)o] = join_lanes(acc[j]);
+        for (int j = 0; j < m; j++) out[(size_t)j * ldo + (size_t)o] = join_lanes(acc[j]);
     }
 }
 
@@ -2466,43 +2469,53 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
 /* ---- 4.10 One set of functions for each instruction set ----------------------------------------------------------- */
 
 /* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them. */
-#define KERNEL_SET(isa, attr, quantise_32, load_f16, store_f16)                                                          \
-    attr static void mat_##isa(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,    \
-                               const int32_t *rows, int m, float *out, size_t ldo)                                       \
-    { mat_tiles(tile_for(&tiles_##isa, type), type_find(type)->block, n, w, w_stride, n_out, x, rows, m, out, ldo); }    \
-    attr static void quantise_##isa(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum)         \
-    {                                                                                                                    \
-        if (kind == ACT_Q32) quantise_32(n, x, q, d, sum);                                                               \
-        else if (kind == ACT_Q256) quantise_256_body(n, x, q, d, sum);                                                   \
-    }                                                                                                                    \
-    attr static void dequantise_##isa(uint32_t type, int64_t n, const uint8_t *w, float *out)                            \
-    { dequantise_body(type, n, w, out); }                                                                                \
-    attr static void dots_##isa(int64_t n, const float *q, int64_t ldq, int m, const float *row, float *out, int64_t ldo) \
-    { dot_tiles(tiles_##isa.f32, n, q, ldq, m, row, out, ldo); }                                                         \
-    attr static float dot_##isa(int64_t n, const float *a, const float *b)                                               \
-    { float out; dots_##isa(n, a, n, 1, b, &out, 1); return out; }                                                       \
-    attr static void axpy_##isa(int64_t n, float a, const float *x, float *y) { axpy_body(n, a, x, y); }                 \
-    attr static void axpys_##isa(int64_t n, const float *a, int64_t lda, int m, const float *x, float *y, int64_t ldy)   \
-    { for (int h = 0; h < m; h++) axpy_body(n, a[h * lda], x, y + h * ldy); }                                            \
-    attr static float sum_squares_##isa(int64_t n, const float *x) { return dot_##isa(n, x, x); }                        \
-    attr static void scale_mul_##isa(int64_t n, float s, const float *x, const float *w, float *y)                       \
-    { scale_mul_body(n, s, x, w, y); }                                                                                   \
-    attr static void softmax_##isa(int64_t n, float *x, float sink, bool has_sink) { softmax_body(n, x, sink, has_sink); } \
-    attr static void softmax_step_##isa(int64_t n, const float *x, const float *v, const float *max, float *sum, float *out) \
-    { softmax_step_body(n, x, v, max, sum, out); }                                                                       \
-    attr static void swiglu_##isa(int64_t n, const float *gate, const float *up, float limit, float *out)                \
-    { swiglu_body(n, gate, up, limit, out); }                                                                            \
-    attr static void sigmoid_##isa(int64_t n, const float *x, float *y) { sigmoid_body(n, x, y); }                       \
-    attr static void f16_load_##isa(int64_t n, const uint16_t *x, float *y) { load_f16(n, x, y); }                       \
-    attr static void f16_store_##isa(int64_t n, const float *x, uint16_t *y) { store_f16(n, x, y); }                     \
-    attr static void fp8_load_##isa(int64_t n, const uint8_t *x, const uint8_t *e, float *y) { fp8_load_body(n, x, e, y); } \
-    attr static void fp8_store_##isa(int64_t n, const float *x, uint8_t *y, uint8_t *e) { fp8_store_body(n, x, y, e); }  \
-    attr static int64_t argmax_##isa(int64_t n, const float *x) { return argmax_body(n, x); }                            \
-    attr static bool all_finite_##isa(int64_t n, const float *x) { return all_finite_body(n, x); }                       \
-    static const kernels kernels_##isa = {                                                                               \
-        #isa, mat_##isa, quantise_##isa, dequantise_##isa, dot_##isa, dots_##isa, axpy_##isa, axpys_##isa,               \
-        sum_squares_##isa, scale_mul_##isa, softmax_##isa, softmax_step_##isa, swiglu_##isa, sigmoid_##isa,              \
-        f16_load_##isa, f16_store_##isa, fp8_load_##isa, fp8_store_##isa, argmax_##isa, all_finite_##isa,                \
+#define KERNEL_SET(isa, attr, quantise_32, load_f16, store_f16)                                                                \
+    attr static void mat_##isa(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,          \
+                               const int32_t *rows, int m, float *out, size_t ldo) {                                           \
+        mat_tiles(tile_for(&tiles_##isa, type), type_find(type)->block, n, w, w_stride, n_out, x, rows, m, out, ldo);          \
+    }                                                                                                                          \
+    attr static void quantise_##isa(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum) {             \
+        if (kind == ACT_Q32) quantise_32(n, x, q, d, sum);                                                                     \
+        else if (kind == ACT_Q256) quantise_256_body(n, x, q, d, sum);                                                         \
+    }                                                                                                                          \
+    attr static void dequantise_##isa(uint32_t type, int64_t n, const uint8_t *w, float *out) {                                \
+        dequantise_body(type, n, w, out);                                                                                      \
+    }                                                                                                                          \
+    attr static void dots_##isa(int64_t n, const float *q, int64_t ldq, int m, const float *row, float *out, int64_t ldo) {    \
+        dot_tiles(tiles_##isa.f32, n, q, ldq, m, row, out, ldo);                                                               \
+    }                                                                                                                          \
+    attr static float dot_##isa(int64_t n, const float *a, const float *b) {                                                   \
+        float out;                                                                                                             \
+        dots_##isa(n, a, n, 1, b, &out, 1);                                                                                    \
+        return out;                                                                                                            \
+    }                                                                                                                          \
+    attr static void axpy_##isa(int64_t n, float a, const float *x, float *y) { axpy_body(n, a, x, y); }                       \
+    attr static void axpys_##isa(int64_t n, const float *a, int64_t lda, int m, const float *x, float *y, int64_t ldy) {       \
+        for (int h = 0; h < m; h++) axpy_body(n, a[h * lda], x, y + h * ldy);                                                  \
+    }                                                                                                                          \
+    attr static float sum_squares_##isa(int64_t n, const float *x) { return dot_##isa(n, x, x); }                              \
+    attr static void scale_mul_##isa(int64_t n, float s, const float *x, const float *w, float *y) {                           \
+        scale_mul_body(n, s, x, w, y);                                                                                         \
+    }                                                                                                                          \
+    attr static void softmax_##isa(int64_t n, float *x, float sink, bool has_sink) { softmax_body(n, x, sink, has_sink); }     \
+    attr static void softmax_step_##isa(int64_t n, const float *x, const float *v, const float *max, float *sum, float *out) { \
+        softmax_step_body(n, x, v, max, sum, out);                                                                             \
+    }                                                                                                                          \
+    attr static void swiglu_##isa(int64_t n, const float *gate, const float *up, float limit, float *out) {                    \
+        swiglu_body(n, gate, up, limit, out);                                                                                  \
+    }                                                                                                                          \
+    attr static void sigmoid_##isa(int64_t n, const float *x, float *y) { sigmoid_body(n, x, y); }                             \
+    attr static void f16_load_##isa(int64_t n, const uint16_t *x, float *y) { load_f16(n, x, y); }                             \
+    attr static void f16_store_##isa(int64_t n, const float *x, uint16_t *y) { store_f16(n, x, y); }                           \
+    attr static void fp8_load_##isa(int64_t n, const uint8_t *x, const uint8_t *e, float *y) { fp8_load_body(n, x, e, y); }    \
+    attr static void fp8_store_##isa(int64_t n, const float *x, uint8_t *y, uint8_t *e) { fp8_store_body(n, x, y, e); }        \
+    attr static int64_t argmax_##isa(int64_t n, const float *x) { return argmax_body(n, x); }                                  \
+    attr static bool all_finite_##isa(int64_t n, const float *x) { return all_finite_body(n, x); }                             \
+    static const kernels kernels_##isa = {                                                                                     \
+        #isa,         mat_##isa,        quantise_##isa,    dequantise_##isa, dot_##isa,      dots_##isa,                       \
+        axpy_##isa,   axpys_##isa,      sum_squares_##isa, scale_mul_##isa,  softmax_##isa,  softmax_step_##isa,               \
+        swiglu_##isa, sigmoid_##isa,    f16_load_##isa,    f16_store_##isa,  fp8_load_##isa, fp8_store_##isa,                  \
+        argmax_##isa, all_finite_##isa,                                                                                        \
     };
 
 KERNEL_SET(scalar, , quantise_32_body, f16_load_body, f16_store_body)
@@ -2519,7 +2532,8 @@ KERNEL_SET(neon, TARGET_NEON, quantise_32_body, load_f16_neon, store_f16_neon)
 static const kernels *const kernel_sets[] = {
     &kernels_scalar,
 #if defined(__x86_64__)
-    &kernels_avx2, &kernels_avx512,
+    &kernels_avx2,
+    &kernels_avx512,
 #elif defined(__aarch64__)
     &kernels_neon,
 #endif
@@ -2587,52 +2601,62 @@ static int64_t type_row_bytes(uint32_t type, int64_t n) {
 
 #include "ds4_unicode.inc"
 
-typedef struct { int32_t *v; size_t n, cap; } ids;
+typedef struct {
+    int32_t *v;
+    size_t n, cap;
+} ids;
 
 /* What a GGUF says about its tokenizer. The strings point into the mapped file, which outlives the tokenizer. */
 typedef struct {
     const str *tokens;
     size_t n_tokens;
     const int32_t *types; /* (n_tokens) 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte; NULL: all normal */
-    const str *merges;    /* (n_merges) "left right", the best first */
+    const str *merges; /* (n_merges) "left right", the best first */
     size_t n_merges;
     str model, pre;
-    str chat_template;    /* p NULL: none, a base model */
-    int bos, eos, pad;    /* -1: none */
-    bool add_bos;         /* not consulted: it says who writes the BOS, and here that is always tok_prompt or tok_chat */
+    str chat_template; /* p NULL: none, a base model */
+    int bos, eos, pad; /* -1: none */
+    bool add_bos; /* not consulted: it says who writes the BOS, and here that is always tok_prompt or tok_chat */
 } tok_source;
 
 enum { TOKEN_CONTROL = 3, TOKEN_USER_DEFINED = 4, TOKEN_BYTE = 6 };
 enum { MAX_CONTROL_BYTES = 512 }; /* real ones have under 64; the bound keeps the search for them linear in the text */
-enum { MAX_PROBES = 256 };        /* an honest table needs a few dozen; the bound keeps a hostile one from stalling us */
-enum { SMALL_WORD = 48 };         /* up to this many bytes a scan for the best merge beats a heap */
+enum { MAX_PROBES = 256 }; /* an honest table needs a few dozen; the bound keeps a hostile one from stalling us */
+enum { SMALL_WORD = 48 }; /* up to this many bytes a scan for the best merge beats a heap */
 
 /* The tokens that the chat format writes, in the order of chat_marker_text. */
 enum { MARK_USER, MARK_ASSISTANT, MARK_THINK, MARK_END_THINK, MARK_DSML, MARKS };
 static const char *const chat_marker_text[MARKS] = {"<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜"};
 
-typedef struct { uint64_t key; int32_t rank, id; } merge_slot; /* key 0: free */
-typedef struct { str text; int32_t id; } control_token;
+typedef struct {
+    uint64_t key;
+    int32_t rank, id;
+} merge_slot; /* key 0: free */
+typedef struct {
+    str text;
+    int32_t id;
+} control_token;
 
 /* Token texts by hash. A text that occurs twice is found as its lowest id. */
 typedef struct {
     str *text;
-    int32_t *slot;            /* id + 1, 0: free */
+    int32_t *slot; /* id + 1, 0: free */
     size_t mask;
+    uint64_t seed; /* of the hash: an address, so that no file can be made whose tokens all meet in one place */
 } text_index;
 
 typedef struct tokenizer {
     text_index index;
-    str *piece;               /* (n_tokens) the bytes a token stands for */
-    char *arena;              /* where decoded pieces lie */
+    str *piece; /* (n_tokens) the bytes a token stands for */
+    char *arena; /* where decoded pieces lie */
     size_t n_tokens;
-    int32_t byte_id[256];     /* the token of a single byte, -1: none */
-    merge_slot *merges;       /* open addressing by token pair */
+    int32_t byte_id[256]; /* the token of a single byte, -1: none */
+    merge_slot *merges; /* open addressing by token pair */
     size_t merge_mask;
-    control_token *controls;  /* sorted by text, each text once */
+    control_token *controls; /* sorted by text, each text once */
     size_t n_controls;
     uint32_t control_at[257]; /* control_at[b] .. control_at[b + 1]: those that begin with byte b */
-    int32_t mark[MARKS];      /* -1: not in this vocabulary */
+    int32_t mark[MARKS]; /* -1: not in this vocabulary */
     int32_t bos, eos, pad;
     str chat_template;
 } tokenizer;
@@ -2749,7 +2773,7 @@ static size_t table_mask(size_t n) {
 }
 
 static size_t text_slot(const text_index *x, str a, str b) {
-    uint64_t h = text_hash(text_hash(0xcbf29ce484222325u, a), b) * 0x9e3779b97f4a7c15u;
+    uint64_t h = text_hash(text_hash(x->seed, a), b) * 0x9e3779b97f4a7c15u;
     return (size_t)(h >> 32 ^ h) & x->mask;
 }
 
@@ -2768,6 +2792,7 @@ static int text_index_new(text_index *x, const str *text, size_t n) {
     x->slot = mem_array(x->mask + 1, sizeof *x->slot);
     x->text = mem_array(n, sizeof *x->text);
     if (!x->slot || !x->text) return -1;
+    x->seed = 0xcbf29ce484222325u ^ (uintptr_t)x->slot >> 4;
     memcpy(x->text, text, n * sizeof *x->text);
     for (size_t i = 0; i < n; i++) {
         if (!text[i].n || text_find(x, text[i], str_of("")) >= 0) continue;
@@ -2854,9 +2879,7 @@ static size_t control_match(const tokenizer *t, const char *p, size_t n, int32_t
 
 /* ---- merges ---- */
 
-static uint64_t merge_key(int32_t left, int32_t right) {
-    return ((uint64_t)(uint32_t)left << 32 | (uint32_t)right) + 1;
-}
+static uint64_t merge_key(int32_t left, int32_t right) { return ((uint64_t)(uint32_t)left << 32 | (uint32_t)right) + 1; }
 
 static size_t merge_home(const tokenizer *t, uint64_t key) {
     key *= 0x9e3779b97f4a7c15u;
@@ -2913,7 +2936,10 @@ static void tok_free(tokenizer *t) {
 static int tok_check(const tok_source *src) {
     /* Files name the same split differently: it is the architecture's, and these are the names that were given to it. */
     static const char *const known[] = {"joyai-llm", "deepseek-v3", "deepseek-llm", "deepseek-v4"};
-    const struct { const char *key; int id; } named[3] = { {"bos", src->bos}, {"eos", src->eos}, {"padding", src->pad} };
+    const struct {
+        const char *key;
+        int id;
+    } named[3] = {{"bos", src->bos}, {"eos", src->eos}, {"padding", src->pad}};
     bool found = false;
     if (!str_is(src->model, "gpt2")) return fail("tokenizer.ggml.model is \"%.*s\"; expected gpt2", STR_ARG(src->model));
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) found = found || str_is(src->pre, known[i]);
@@ -3008,8 +3034,13 @@ static unsigned char_class(uint32_t cp) {
     return unicode_run[lo] & 15;
 }
 
-typedef struct { const unsigned char *p, *end; } text_span;
-typedef struct { uint32_t cp; unsigned len, class; } glyph; /* class C_END, len 0: where the text ends or another kind begins */
+typedef struct {
+    const unsigned char *p, *end;
+} text_span;
+typedef struct {
+    uint32_t cp;
+    unsigned len, class;
+} glyph; /* class C_END, len 0: where the text ends or another kind begins */
 
 static int char_kind(uint32_t cp, unsigned class) {
     if (class == C_NUMBER) return KIND_NUMBER;
@@ -3117,9 +3148,9 @@ static size_t bpe_small(const tokenizer *t, int32_t *id, size_t n) {
 /* Room for long words: a linked list of ids and a heap of merges, so that a word of a million bytes takes n log n steps. */
 typedef struct {
     char *block;
-    size_t cap;             /* bytes of the longest word there is room for */
+    size_t cap; /* bytes of the longest word there is room for */
     int32_t *id, *rank, *made, *prev, *next;
-    uint64_t *heap;         /* rank << 32 | position; an entry whose rank is no longer its position's is stale */
+    uint64_t *heap; /* rank << 32 | position; an entry whose rank is no longer its position's is stale */
     size_t n_heap;
 } bpe_room;
 
@@ -3255,14 +3286,21 @@ static int tok_prompt(const tokenizer *t, const char *text, size_t n, bool parse
 
 typedef enum { THINK_OFF, THINK_ON, THINK_MAX } think_mode;
 
-typedef struct { const char *name, *value; bool is_string; } chat_argument; /* value: the string, or JSON of what is none */
-typedef struct { const char *name; const chat_argument *arguments; size_t n_arguments; } chat_call;
+typedef struct {
+    const char *name, *value;
+    bool is_string;
+} chat_argument; /* value: the string, or JSON of what is none */
+typedef struct {
+    const char *name;
+    const chat_argument *arguments;
+    size_t n_arguments;
+} chat_call;
 
 typedef struct {
-    const char *role;      /* system, user, developer, assistant or tool */
-    const char *content;   /* NULL: empty */
+    const char *role; /* system, user, developer, assistant or tool */
+    const char *content; /* NULL: empty */
     const char *reasoning; /* assistant: what it thought before it answered; NULL: nothing */
-    const char *tools;     /* any role, usually system: the schemas of the tools on offer, one JSON object a line; NULL: none */
+    const char *tools; /* any role, usually system: the schemas of the tools on offer, one JSON object a line; NULL: none */
     const chat_call *calls; /* assistant: the tools it called */
     size_t n_calls;
 } chat_message;
@@ -3306,8 +3344,12 @@ static bool str_has(str s, const char *word) {
 /* What kind of chat template the file carries, for messages: "DeepSeek-V4" is the one that tok_chat writes. */
 static const char *tok_template_kind(const tokenizer *t) {
     static const char *const other[][2] = {
-        {"<｜tool▁calls▁begin｜>", "DeepSeek-V3"}, {"function_calls>", "DeepSeek-V3.2"}, {"<|im_start|>", "ChatML"},
-        {"<|start_header_id|>", "Llama 3"}, {"[INST]", "Llama 2 or Mistral"}, {"<start_of_turn>", "Gemma"},
+        {"<｜tool▁calls▁begin｜>", "DeepSeek-V3"},
+        {"function_calls>", "DeepSeek-V3.2"},
+        {"<|im_start|>", "ChatML"},
+        {"<|start_header_id|>", "Llama 3"},
+        {"[INST]", "Llama 2 or Mistral"},
+        {"<start_of_turn>", "Gemma"},
         {"<|channel|>", "Harmony"},
     };
     if (!t->chat_template.p) return "none";
@@ -3318,12 +3360,15 @@ static const char *tok_template_kind(const tokenizer *t) {
     return "DeepSeek-V4";
 }
 
-static bool tok_template_is_v4(const tokenizer *t) {
-    return !strcmp(tok_template_kind(t), "DeepSeek-V4");
-}
+static bool tok_template_is_v4(const tokenizer *t) { return !strcmp(tok_template_kind(t), "DeepSeek-V4"); }
 
 /* Text is gathered up to the next control token and encoded as one stretch, as it would be were the whole chat one string. */
-typedef struct { const tokenizer *t; ids *out; char *text; size_t n, cap; } chat_writer;
+typedef struct {
+    const tokenizer *t;
+    ids *out;
+    char *text;
+    size_t n, cap;
+} chat_writer;
 
 static int chat_put(chat_writer *w, const char *s, size_t n) {
     if (n > SIZE_MAX / 4 - w->n) return fail("a chat message is too long");
@@ -3339,9 +3384,7 @@ static int chat_put(chat_writer *w, const char *s, size_t n) {
     return 0;
 }
 
-static int chat_text(chat_writer *w, const char *s) {
-    return s ? chat_put(w, s, strlen(s)) : 0;
-}
+static int chat_text(chat_writer *w, const char *s) { return s ? chat_put(w, s, strlen(s)) : 0; }
 
 static int chat_token(chat_writer *w, int32_t id) {
     if (tok_encode(w->t, w->text, w->n, false, w->out)) return -1;
@@ -3359,8 +3402,11 @@ static int chat_mark(chat_writer *w, int mark) {
 static int chat_literal(chat_writer *w, const char *s) {
     for (size_t n; *s; s += n) {
         n = 1;
-        if ((unsigned char)*s <= 3 ? chat_mark(w, *s == 1 ? MARK_THINK : *s == 2 ? MARK_END_THINK : MARK_DSML)
-                                   : chat_put(w, s, n = strcspn(s, "\1\2\3"))) return -1;
+        if ((unsigned char)*s <= 3 ? chat_mark(w, *s == 1   ? MARK_THINK
+                                                  : *s == 2 ? MARK_END_THINK
+                                                            : MARK_DSML)
+                                   : chat_put(w, s, n = strcspn(s, "\1\2\3")))
+            return -1;
     }
     return 0;
 }
@@ -3375,7 +3421,8 @@ static int chat_calls(chat_writer *w, const chat_message *m) {
             const chat_argument *a = &c->arguments[k];
             if (chat_literal(w, k ? "\n<\3parameter name=\"" : "<\3parameter name=\"") || chat_text(w, a->name) ||
                 chat_literal(w, a->is_string ? "\" string=\"true\">" : "\" string=\"false\">") || chat_text(w, a->value) ||
-                chat_literal(w, "</\3parameter>")) return -1;
+                chat_literal(w, "</\3parameter>"))
+                return -1;
         }
         if (chat_literal(w, "\n</\3invoke>\n")) return -1;
     }
@@ -3480,13 +3527,23 @@ static int tok_chat(const tokenizer *t, const chat_message *m, size_t n, think_m
  * ========================================================================================================================== */
 
 /* Far above any real model. What no tensor's size confirms is bounded so that a small file cannot ask for much memory or time. */
-enum { MAX_LAYERS = 512, MAX_STREAMS = 16, MAX_USED = 64, MAX_EXPERTS = 4096, MAX_SINKHORN = 100, MAX_RATIO = 1024, MAX_VOCAB = 1 << 20, MAX_WIDTH = 1 << 24, MAX_UNPACKED = 32 << 20 };
+enum {
+    MAX_LAYERS = 512,
+    MAX_STREAMS = 16,
+    MAX_USED = 64,
+    MAX_EXPERTS = 4096,
+    MAX_SINKHORN = 100,
+    MAX_RATIO = 1024,
+    MAX_VOCAB = 1 << 20,
+    MAX_WIDTH = 1 << 24,
+    MAX_UNPACKED = 32 << 20
+};
 
 typedef struct {
     int n_layers, dim, n_vocab, n_streams, n_heads, head_dim, rope_dim, q_rank, o_groups, o_rank, window;
     int n_experts, n_used, n_shared, n_hash, sinkhorn, context_length;
     int index_heads, index_dim, index_top_k;
-    int ratio[MAX_LAYERS + 1], expert_ff[MAX_LAYERS + 1];   /* the last entry in use is the head's */
+    int ratio[MAX_LAYERS + 1], expert_ff[MAX_LAYERS + 1]; /* the last entry in use is the head's */
     float clamp[MAX_LAYERS + 1], clamp_shared[MAX_LAYERS + 1];
     float norm_eps, hc_eps, expert_scale;
     bool expert_norm;
@@ -3498,70 +3555,70 @@ typedef struct {
     uint32_t type;
     act_kind act;
     int64_t n_in, n_out;
-    size_t stride;          /* bytes of a row of n_in weights */
-    size_t slab;            /* bytes of one expert's matrix */
+    size_t stride; /* bytes of a row of n_in weights */
+    size_t slab; /* bytes of one expert's matrix */
 } matrix;
 
 typedef struct {
-    matrix fn;              /* (n_streams * dim, n_streams * (2 + n_streams)); the head's: (n_streams * dim, n_streams) */
-    float *base, *scale;    /* (n_streams * (2 + n_streams),), (3,); the head's (n_streams,), (1,) */
+    matrix fn; /* (n_streams * dim, n_streams * (2 + n_streams)); the head's: (n_streams * dim, n_streams) */
+    float *base, *scale; /* (n_streams * (2 + n_streams),), (3,); the head's (n_streams,), (1,) */
 } hyper;
 
 typedef struct {
-    int parts, width;       /* c, and the width of an emitted row */
-    matrix kv, gate;        /* (dim, c * width) */
-    float *ape;             /* (c * width, ratio) */
-    float *norm;            /* (width,) */
+    int parts, width; /* c, and the width of an emitted row */
+    matrix kv, gate; /* (dim, c * width) */
+    float *ape; /* (c * width, ratio) */
+    float *norm; /* (width,) */
 } compressor;
 
 typedef struct {
     int ratio, ff, shared_ff;
     float clamp, clamp_shared;
     hyper hc_attn, hc_ffn;
-    float *attn_norm;       /* (dim,) */
-    matrix q_a;             /* (dim, q_rank) */
-    float *q_a_norm;        /* (q_rank,) */
-    matrix q_b;             /* (q_rank, n_heads * head_dim) */
-    matrix kv;              /* (dim, head_dim) */
-    float *kv_norm;         /* (head_dim,) */
-    float *sinks;           /* (n_heads,) */
-    matrix o_a;             /* (n_heads * head_dim / o_groups, o_groups * o_rank) */
-    matrix o_b;             /* (o_groups * o_rank, dim) */
-    compressor comp;        /* ratio > 0 */
-    compressor index;       /* ratio = 4 */
-    matrix index_q;         /* (q_rank, index_heads * index_dim) */
-    matrix index_w;         /* (dim, index_heads) */
-    float *ffn_norm;        /* (dim,) */
-    matrix router;          /* (dim, n_experts) */
-    float *router_bias;     /* (n_experts,), or NULL in a hash layer */
-    const int32_t *hash;    /* (n_used, n_vocab), or NULL */
-    matrix gate, up;        /* (dim, ff, n_experts) */
-    matrix down;            /* (ff, dim, n_experts) */
-    matrix shared_gate, shared_up;  /* (dim, shared_ff) */
-    matrix shared_down;     /* (shared_ff, dim) */
+    float *attn_norm; /* (dim,) */
+    matrix q_a; /* (dim, q_rank) */
+    float *q_a_norm; /* (q_rank,) */
+    matrix q_b; /* (q_rank, n_heads * head_dim) */
+    matrix kv; /* (dim, head_dim) */
+    float *kv_norm; /* (head_dim,) */
+    float *sinks; /* (n_heads,) */
+    matrix o_a; /* (n_heads * head_dim / o_groups, o_groups * o_rank) */
+    matrix o_b; /* (o_groups * o_rank, dim) */
+    compressor comp; /* ratio > 0 */
+    compressor index; /* ratio = 4 */
+    matrix index_q; /* (q_rank, index_heads * index_dim) */
+    matrix index_w; /* (dim, index_heads) */
+    float *ffn_norm; /* (dim,) */
+    matrix router; /* (dim, n_experts) */
+    float *router_bias; /* (n_experts,), or NULL in a hash layer */
+    const int32_t *hash; /* (n_used, n_vocab), or NULL */
+    matrix gate, up; /* (dim, ff, n_experts) */
+    matrix down; /* (ff, dim, n_experts) */
+    matrix shared_gate, shared_up; /* (dim, shared_ff) */
+    matrix shared_down; /* (shared_ff, dim) */
 } layer;
 
 typedef struct {
     layer block;
-    matrix e_proj, h_proj;  /* (dim, dim) */
-    float *enorm, *hnorm, *norm;    /* (dim,) */
+    matrix e_proj, h_proj; /* (dim, dim) */
+    float *enorm, *hnorm, *norm; /* (dim,) */
     hyper collapse;
 } mtp_head;
 
 typedef struct {
     gguf *file, *head_file; /* head_file NULL: no head, or inside file */
     config c;
-    matrix embed, output;   /* (dim, n_vocab) */
-    float *output_norm;     /* (dim,) */
+    matrix embed, output; /* (dim, n_vocab) */
+    float *output_norm; /* (dim,) */
     hyper collapse;
     layer *layers;
     mtp_head head;
     bool has_head, file_has_head;
-    float *owned[MAX_LAYERS * 24 + 64];     /* small tensors, unpacked to f32 */
+    float *owned[MAX_LAYERS * 24 + 64]; /* small tensors, unpacked to f32 */
     int n_owned;
-    int64_t unpacked;       /* bytes that owned has beyond twice what its tensors have in the file */
+    int64_t unpacked; /* bytes that owned has beyond twice what its tensors have in the file */
     int64_t weight_bytes, head_weight_bytes, *counting;
-    uint64_t identity;      /* of the target: sizes, tensors and a sample of their bytes */
+    uint64_t identity; /* of the target: sizes, tensors and a sample of their bytes */
     uint64_t head_identity;
     double *freq, *freq_compressed; /* (rope_dim / 2,) radians a position */
 } model;
@@ -3600,7 +3657,9 @@ static int read_int_or(const gguf *g, const char *key, int low, int high, int ot
     return arch_meta(g, key) ? read_int(g, key, low, high, out) : 0;
 }
 
-static int read_float(const gguf *g, const char *key, double low, double high, double *out) { return number_at(g, key, 0, low, high, out); }
+static int read_float(const gguf *g, const char *key, double low, double high, double *out) {
+    return number_at(g, key, 0, low, high, out);
+}
 
 static int read_float_or(const gguf *g, const char *key, double low, double high, double otherwise, double *out) {
     *out = otherwise;
@@ -3613,11 +3672,18 @@ static int read_rope(const gguf *g, config *c) {
     c->yarn_original = c->context_length;
     c->yarn_fast = 32;
     c->yarn_slow = 1;
-    if (read_float(g, "rope.freq_base", 2, 1e12, &c->rope_base) || read_float_or(g, "attention.compress_rope_freq_base", 2, 1e12, c->rope_base, &c->rope_base_compressed)) return -1;
-    if (type.p && !str_is(type, "yarn") && !str_is(type, "none")) return fail("%s: key " ARCH "rope.scaling.type is %.*s; expected yarn or none", g->path, STR_ARG(type));
+    if (read_float(g, "rope.freq_base", 2, 1e12, &c->rope_base) ||
+        read_float_or(g, "attention.compress_rope_freq_base", 2, 1e12, c->rope_base, &c->rope_base_compressed))
+        return -1;
+    if (type.p && !str_is(type, "yarn") && !str_is(type, "none"))
+        return fail("%s: key " ARCH "rope.scaling.type is %.*s; expected yarn or none", g->path, STR_ARG(type));
     if (!type.p || str_is(type, "none")) return 0;
-    return read_float(g, "rope.scaling.factor", 1, 1e6, &c->yarn_factor) || read_float(g, "rope.scaling.original_context_length", 1, 1e9, &c->yarn_original) ||
-           read_float_or(g, "rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32, &c->yarn_fast) || read_float_or(g, "rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1, &c->yarn_slow) ? -1 : 0;
+    return read_float(g, "rope.scaling.factor", 1, 1e6, &c->yarn_factor) ||
+                   read_float(g, "rope.scaling.original_context_length", 1, 1e9, &c->yarn_original) ||
+                   read_float_or(g, "rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32, &c->yarn_fast) ||
+                   read_float_or(g, "rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1, &c->yarn_slow)
+               ? -1
+               : 0;
 }
 
 static int read_experts(const gguf *g, config *c) {
@@ -3626,16 +3692,22 @@ static int read_experts(const gguf *g, config *c) {
         str name = meta_string(g, ARCH "expert_gating_func");
         if (!str_is(name, "sqrtsoftplus") && !str_is(name, "sqrt_softplus") && !str_is(name, "sqrt-softplus"))
             return fail("%s: key " ARCH "expert_gating_func is %.*s; expected sqrtsoftplus", g->path, STR_ARG(name));
-    } else if (gating && (gating->array || !meta_is_number(gating) || meta_number(gating, 0) != 4)) return fail("%s: key " ARCH "expert_gating_func: expected 4 (sqrt-softplus)", g->path);
+    } else if (gating && (gating->array || !meta_is_number(gating) || meta_number(gating, 0) != 4))
+        return fail("%s: key " ARCH "expert_gating_func: expected 4 (sqrt-softplus)", g->path);
     c->expert_norm = !norm || !meta_is_number(norm) || norm->array || meta_number(norm, 0) != 0;
     double scale;
-    if (read_int(g, "expert_count", 1, MAX_EXPERTS, &c->n_experts) || read_int(g, "expert_used_count", 1, min_int(c->n_experts, MAX_USED), &c->n_used) ||
-        read_int_or(g, "expert_shared_count", 1, 64, 1, &c->n_shared) || read_int_or(g, "hash_layer_count", 0, MAX_LAYERS, 0, &c->n_hash) ||
-        read_float_or(g, "expert_weights_scale", 0, 1e6, 1, &scale)) return -1;
+    if (read_int(g, "expert_count", 1, MAX_EXPERTS, &c->n_experts) ||
+        read_int(g, "expert_used_count", 1, min_int(c->n_experts, MAX_USED), &c->n_used) ||
+        read_int_or(g, "expert_shared_count", 1, 64, 1, &c->n_shared) ||
+        read_int_or(g, "hash_layer_count", 0, MAX_LAYERS, 0, &c->n_hash) ||
+        read_float_or(g, "expert_weights_scale", 0, 1e6, 1, &scale))
+        return -1;
     c->expert_scale = (float)scale;
     for (int i = 0; i <= c->n_layers; i++) {
         double ff, ratio, clamp = 0, clamp_shared;
-        if (number_at(g, "expert_feed_forward_length", i, 1, 1 << 24, &ff) || number_at(g, "attention.compress_ratios", i, 0, MAX_RATIO, &ratio)) return -1;
+        if (number_at(g, "expert_feed_forward_length", i, 1, 1 << 24, &ff) ||
+            number_at(g, "attention.compress_ratios", i, 0, MAX_RATIO, &ratio))
+            return -1;
         if (arch_meta(g, "swiglu_clamp_exp") && number_at(g, "swiglu_clamp_exp", i, 0, 1e30, &clamp)) return -1;
         clamp_shared = clamp;
         if (arch_meta(g, "swiglu_clamp_shexp") && number_at(g, "swiglu_clamp_shexp", i, 0, 1e30, &clamp_shared)) return -1;
@@ -3645,7 +3717,9 @@ static int read_experts(const gguf *g, config *c) {
         c->clamp_shared[i] = clamp_shared > 0 ? (float)clamp_shared : INFINITY;
     }
     const meta *ratios = arch_meta(g, "attention.compress_ratios");
-    if (ratios->array && ratios->count < (uint64_t)c->n_layers) return fail("%s: key " ARCH "attention.compress_ratios has %llu entries; expected one for each of %d layers", g->path, (unsigned long long)ratios->count, c->n_layers);
+    if (ratios->array && ratios->count < (uint64_t)c->n_layers)
+        return fail("%s: key " ARCH "attention.compress_ratios has %llu entries; expected one for each of %d layers", g->path,
+                    (unsigned long long)ratios->count, c->n_layers);
     c->ratio[c->n_layers] = 0;
     return 0;
 }
@@ -3655,29 +3729,48 @@ static int read_config(const gguf *g, config *c, int n_layers) {
     c->n_layers = n_layers;
     int kv_heads, value_dim;
     if (read_int(g, "embedding_length", 1, 1 << 20, &c->dim) || read_int(g, "attention.head_count", 1, 65536, &c->n_heads) ||
-        read_int_or(g, "attention.head_count_kv", 1, 1, 1, &kv_heads) || read_int(g, "attention.key_length", 1, 65536, &c->head_dim) ||
+        read_int_or(g, "attention.head_count_kv", 1, 1, 1, &kv_heads) ||
+        read_int(g, "attention.key_length", 1, 65536, &c->head_dim) ||
         read_int_or(g, "attention.value_length", c->head_dim, c->head_dim, c->head_dim, &value_dim) ||
-        read_int(g, "rope.dimension_count", 2, c->head_dim, &c->rope_dim) || read_int(g, "attention.q_lora_rank", 1, 1 << 20, &c->q_rank) ||
-        read_int(g, "attention.output_group_count", 1, c->n_heads, &c->o_groups) || read_int(g, "attention.output_lora_rank", 1, 1 << 20, &c->o_rank) ||
-        read_int(g, "attention.sliding_window", 1, 1 << 20, &c->window) || read_int(g, "hyper_connection.count", 1, MAX_STREAMS, &c->n_streams) ||
-        read_int(g, "hyper_connection.sinkhorn_iterations", 1, MAX_SINKHORN, &c->sinkhorn) || read_float(g, "hyper_connection.epsilon", 0, 1, &hc_eps) ||
-        read_float(g, "attention.layer_norm_rms_epsilon", 0, 1, &eps) || read_int(g, "context_length", 1, 1 << 30, &c->context_length) ||
-        read_rope(g, c) || read_experts(g, c)) return -1;
+        read_int(g, "rope.dimension_count", 2, c->head_dim, &c->rope_dim) ||
+        read_int(g, "attention.q_lora_rank", 1, 1 << 20, &c->q_rank) ||
+        read_int(g, "attention.output_group_count", 1, c->n_heads, &c->o_groups) ||
+        read_int(g, "attention.output_lora_rank", 1, 1 << 20, &c->o_rank) ||
+        read_int(g, "attention.sliding_window", 1, 1 << 20, &c->window) ||
+        read_int(g, "hyper_connection.count", 1, MAX_STREAMS, &c->n_streams) ||
+        read_int(g, "hyper_connection.sinkhorn_iterations", 1, MAX_SINKHORN, &c->sinkhorn) ||
+        read_float(g, "hyper_connection.epsilon", 0, 1, &hc_eps) ||
+        read_float(g, "attention.layer_norm_rms_epsilon", 0, 1, &eps) ||
+        read_int(g, "context_length", 1, 1 << 30, &c->context_length) || read_rope(g, c) || read_experts(g, c))
+        return -1;
     c->norm_eps = (float)eps;
     c->hc_eps = (float)hc_eps;
-    if (c->rope_dim % 2) return fail("%s: key " ARCH "rope.dimension_count is %d; expected an even number", g->path, c->rope_dim);
-    if (c->n_heads % c->o_groups) return fail("%s: key " ARCH "attention.output_group_count is %d; expected a divisor of %d heads", g->path, c->o_groups, c->n_heads);
+    if (c->rope_dim % 2)
+        return fail("%s: key " ARCH "rope.dimension_count is %d; expected an even number", g->path, c->rope_dim);
+    if (c->n_heads % c->o_groups)
+        return fail("%s: key " ARCH "attention.output_group_count is %d; expected a divisor of %d heads", g->path, c->o_groups,
+                    c->n_heads);
     bool indexed = false;
     for (int i = 0; i < n_layers; i++) indexed |= c->ratio[i] == 4;
-    if (indexed && (read_int(g, "attention.indexer.head_count", 1, 65536, &c->index_heads) || read_int(g, "attention.indexer.key_length", c->rope_dim, 65536, &c->index_dim) ||
-                    read_int(g, "attention.indexer.top_k", 1, 1 << 24, &c->index_top_k))) return -1;
-    const struct { int64_t size; const char *what; } widths[] = {{(int64_t)c->n_heads * c->head_dim, "attention.head_count times attention.key_length"},
-        {(int64_t)c->o_groups * c->o_rank, "attention.output_group_count times attention.output_lora_rank"}, {(int64_t)c->index_heads * c->index_dim, "attention.indexer.head_count times its key_length"}};
+    if (indexed && (read_int(g, "attention.indexer.head_count", 1, 65536, &c->index_heads) ||
+                    read_int(g, "attention.indexer.key_length", c->rope_dim, 65536, &c->index_dim) ||
+                    read_int(g, "attention.indexer.top_k", 1, 1 << 24, &c->index_top_k)))
+        return -1;
+    const struct {
+        int64_t size;
+        const char *what;
+    } widths[] = {{(int64_t)c->n_heads * c->head_dim, "attention.head_count times attention.key_length"},
+                  {(int64_t)c->o_groups * c->o_rank, "attention.output_group_count times attention.output_lora_rank"},
+                  {(int64_t)c->index_heads * c->index_dim, "attention.indexer.head_count times its key_length"}};
     for (size_t i = 0; i < sizeof widths / sizeof *widths; i++)
-        if (widths[i].size > MAX_WIDTH) return fail("%s: keys " ARCH "%s: %lld; expected at most %d", g->path, widths[i].what, (long long)widths[i].size, MAX_WIDTH);
+        if (widths[i].size > MAX_WIDTH)
+            return fail("%s: keys " ARCH "%s: %lld; expected at most %d", g->path, widths[i].what, (long long)widths[i].size,
+                        MAX_WIDTH);
     const tensor *embed = gguf_tensor(g, "token_embd.weight");
     if (!embed) return fail("%s: tensor token_embd.weight is missing", g->path);
-    if (embed->dims[1] > MAX_VOCAB) return fail("%s: tensor token_embd.weight: %lld rows, expected at most %d", g->path, (long long)embed->dims[1], MAX_VOCAB);
+    if (embed->dims[1] > MAX_VOCAB)
+        return fail("%s: tensor token_embd.weight: %lld rows, expected at most %d", g->path, (long long)embed->dims[1],
+                    MAX_VOCAB);
     return read_int_or(g, "vocab_size", 1, MAX_VOCAB, (int)embed->dims[1], &c->n_vocab);
 }
 
@@ -3686,7 +3779,7 @@ static int read_config(const gguf *g, config *c, int n_layers) {
 typedef struct {
     model *m;
     const gguf *g;
-    const char *prefix;     /* "blk.3.", "mtp.0.", "" */
+    const char *prefix; /* "blk.3.", "mtp.0.", "" */
 } reader;
 
 static const tensor *read_tensor(reader r, const char *name, int64_t d0, int64_t d1, int64_t d2) {
@@ -3700,8 +3793,8 @@ static const tensor *read_tensor(reader r, const char *name, int64_t d0, int64_t
     bool flat = t->dims[0] == d0 && t->dims[1] * t->dims[2] * t->dims[3] == d1 * d2;
     bool deep = d2 == 1 || (t->dims[1] == d1 && t->dims[2] == d2);
     if (!flat || !deep) {
-        fail("%s: tensor %s has shape {%lld, %lld, %lld}, expected {%lld, %lld, %lld}", r.g->path, full, (long long)t->dims[0], (long long)t->dims[1],
-             (long long)t->dims[2] * (long long)t->dims[3], (long long)d0, (long long)d1, (long long)d2);
+        fail("%s: tensor %s has shape {%lld, %lld, %lld}, expected {%lld, %lld, %lld}", r.g->path, full, (long long)t->dims[0],
+             (long long)t->dims[1], (long long)t->dims[2] * (long long)t->dims[3], (long long)d0, (long long)d1, (long long)d2);
         return NULL;
     }
     *r.m->counting += (int64_t)t->bytes;
@@ -3714,7 +3807,9 @@ static int read_matrix(reader r, const char *name, int64_t n_in, int64_t n_out, 
     if (!t) return -1;
     const type_info *type = type_find(t->type);
     if (!type || t->type == T_I32)
-        return fail("%s: tensor %s%s has type %s, which ds4 does not read (it reads F32 F16 BF16 Q8_0 Q4_0 Q4_K Q5_K Q6_K Q3_K Q2_K IQ2_XXS MXFP4)", r.g->path, r.prefix, name, type_name(t->type));
+        return fail("%s: tensor %s%s has type %s, which ds4 does not read (it reads F32 F16 BF16 Q8_0 Q4_0 Q4_K Q5_K Q6_K Q3_K "
+                    "Q2_K IQ2_XXS MXFP4)",
+                    r.g->path, r.prefix, name, type_name(t->type));
     size_t stride = (size_t)type_row_bytes(t->type, n_in);
     *out = (matrix){t->data, t->type, type->act, n_in, n_out, stride, stride * (size_t)n_out};
     return 0;
@@ -3725,7 +3820,9 @@ static int read_floats(reader r, const char *name, int64_t d0, int64_t d1, float
     matrix w;
     if (read_matrix(r, name, d0, d1, 1, &w)) return -1;
     r.m->unpacked += d1 * (d0 * (int64_t)sizeof(float) - 2 * (int64_t)w.stride);
-    if (r.m->unpacked > MAX_UNPACKED) return fail("%s: tensor %s%s has type %s and is too large for that; expected F32 or F16", r.g->path, r.prefix, name, type_name(w.type));
+    if (r.m->unpacked > MAX_UNPACKED)
+        return fail("%s: tensor %s%s has type %s and is too large for that; expected F32 or F16", r.g->path, r.prefix, name,
+                    type_name(w.type));
     float *values = mem_array((size_t)(d0 * d1), sizeof *values);
     if (!values) return -1;
     r.m->owned[r.m->n_owned++] = values;
@@ -3742,7 +3839,10 @@ static int read_hyper(reader r, const char *name, bool collapse, hyper *out) {
     snprintf(base, sizeof base, "%sbase.weight", name);
     snprintf(scale, sizeof scale, "%sscale.weight", name);
     int n = c->n_streams, mixes = collapse ? n : n * (2 + n);
-    return read_matrix(r, fn, (int64_t)n * c->dim, mixes, 1, &out->fn) || read_floats(r, base, mixes, 1, &out->base) || read_floats(r, scale, collapse ? 1 : 3, 1, &out->scale) ? -1 : 0;
+    return read_matrix(r, fn, (int64_t)n * c->dim, mixes, 1, &out->fn) || read_floats(r, base, mixes, 1, &out->base) ||
+                   read_floats(r, scale, collapse ? 1 : 3, 1, &out->scale)
+               ? -1
+               : 0;
 }
 
 static int read_compressor(reader r, const char *name, int ratio, int width, compressor *out) {
@@ -3755,33 +3855,46 @@ static int read_compressor(reader r, const char *name, int ratio, int width, com
     out->parts = ratio == 4 ? 2 : 1;
     out->width = width;
     int64_t channels = (int64_t)out->parts * width;
-    return read_matrix(r, kv, c->dim, channels, 1, &out->kv) || read_matrix(r, gate, c->dim, channels, 1, &out->gate) || read_floats(r, ape, channels, ratio, &out->ape) ||
-           read_floats(r, norm, width, 1, &out->norm) ? -1 : 0;
+    return read_matrix(r, kv, c->dim, channels, 1, &out->kv) || read_matrix(r, gate, c->dim, channels, 1, &out->gate) ||
+                   read_floats(r, ape, channels, ratio, &out->ape) || read_floats(r, norm, width, 1, &out->norm)
+               ? -1
+               : 0;
 }
 
 static int read_attention(reader r, layer *l) {
     const config *c = &r.m->c;
     int64_t heads = (int64_t)c->n_heads * c->head_dim, lows = (int64_t)c->o_groups * c->o_rank;
-    if (read_hyper(r, "hc_attn_", false, &l->hc_attn) || read_floats(r, "attn_norm.weight", c->dim, 1, &l->attn_norm) || read_matrix(r, "attn_q_a.weight", c->dim, c->q_rank, 1, &l->q_a) ||
-        read_floats(r, "attn_q_a_norm.weight", c->q_rank, 1, &l->q_a_norm) || read_matrix(r, "attn_q_b.weight", c->q_rank, heads, 1, &l->q_b) ||
-        read_matrix(r, "attn_kv.weight", c->dim, c->head_dim, 1, &l->kv) || read_floats(r, "attn_kv_a_norm.weight", c->head_dim, 1, &l->kv_norm) ||
-        read_floats(r, "attn_sinks.weight", c->n_heads, 1, &l->sinks) || read_matrix(r, "attn_output_a.weight", heads / c->o_groups, lows, 1, &l->o_a) ||
-        read_matrix(r, "attn_output_b.weight", lows, c->dim, 1, &l->o_b)) return -1;
+    if (read_hyper(r, "hc_attn_", false, &l->hc_attn) || read_floats(r, "attn_norm.weight", c->dim, 1, &l->attn_norm) ||
+        read_matrix(r, "attn_q_a.weight", c->dim, c->q_rank, 1, &l->q_a) ||
+        read_floats(r, "attn_q_a_norm.weight", c->q_rank, 1, &l->q_a_norm) ||
+        read_matrix(r, "attn_q_b.weight", c->q_rank, heads, 1, &l->q_b) ||
+        read_matrix(r, "attn_kv.weight", c->dim, c->head_dim, 1, &l->kv) ||
+        read_floats(r, "attn_kv_a_norm.weight", c->head_dim, 1, &l->kv_norm) ||
+        read_floats(r, "attn_sinks.weight", c->n_heads, 1, &l->sinks) ||
+        read_matrix(r, "attn_output_a.weight", heads / c->o_groups, lows, 1, &l->o_a) ||
+        read_matrix(r, "attn_output_b.weight", lows, c->dim, 1, &l->o_b))
+        return -1;
     if (l->ratio > 0 && read_compressor(r, "attn_compressor", l->ratio, c->head_dim, &l->comp)) return -1;
     if (l->ratio != 4) return 0;
-    return read_compressor(r, "indexer_compressor", 4, c->index_dim, &l->index) || read_matrix(r, "indexer.attn_q_b.weight", c->q_rank, (int64_t)c->index_heads * c->index_dim, 1, &l->index_q) ||
-           read_matrix(r, "indexer.proj.weight", c->dim, c->index_heads, 1, &l->index_w) ? -1 : 0;
+    return read_compressor(r, "indexer_compressor", 4, c->index_dim, &l->index) ||
+                   read_matrix(r, "indexer.attn_q_b.weight", c->q_rank, (int64_t)c->index_heads * c->index_dim, 1,
+                               &l->index_q) ||
+                   read_matrix(r, "indexer.proj.weight", c->dim, c->index_heads, 1, &l->index_w)
+               ? -1
+               : 0;
 }
 
 static int read_hash(reader r, layer *l) {
     const config *c = &r.m->c;
     const tensor *t = read_tensor(r, "ffn_gate_tid2eid.weight", c->n_used, c->n_vocab, 1);
     if (!t) return -1;
-    if (t->type != T_I32) return fail("%s: tensor %sffn_gate_tid2eid.weight has type %s, expected I32", r.g->path, r.prefix, type_name(t->type));
+    if (t->type != T_I32)
+        return fail("%s: tensor %sffn_gate_tid2eid.weight has type %s, expected I32", r.g->path, r.prefix, type_name(t->type));
     l->hash = (const int32_t *)(const void *)t->data;
     for (int64_t i = 0; i < (int64_t)c->n_used * c->n_vocab; i++)
         if (l->hash[i] < 0 || l->hash[i] >= c->n_experts)
-            return fail("%s: tensor %sffn_gate_tid2eid.weight: token %lld goes to expert %d, there are %d", r.g->path, r.prefix, (long long)(i / c->n_used), l->hash[i], c->n_experts);
+            return fail("%s: tensor %sffn_gate_tid2eid.weight: token %lld goes to expert %d, there are %d", r.g->path, r.prefix,
+                        (long long)(i / c->n_used), l->hash[i], c->n_experts);
     return 0;
 }
 
@@ -3793,12 +3906,18 @@ static int read_layer(reader r, int i, layer *l) {
     l->clamp_shared = c->clamp_shared[i];
     l->ff = c->expert_ff[i];
     l->shared_ff = l->ff * c->n_shared;
-    if (read_attention(r, l) || read_hyper(r, "hc_ffn_", false, &l->hc_ffn) || read_floats(r, "ffn_norm.weight", c->dim, 1, &l->ffn_norm) ||
-        read_matrix(r, "ffn_gate_inp.weight", c->dim, c->n_experts, 1, &l->router) || read_matrix(r, "ffn_gate_exps.weight", c->dim, l->ff, c->n_experts, &l->gate) ||
-        read_matrix(r, "ffn_up_exps.weight", c->dim, l->ff, c->n_experts, &l->up) || read_matrix(r, "ffn_down_exps.weight", l->ff, c->dim, c->n_experts, &l->down) ||
-        read_matrix(r, "ffn_gate_shexp.weight", c->dim, l->shared_ff, 1, &l->shared_gate) || read_matrix(r, "ffn_up_shexp.weight", c->dim, l->shared_ff, 1, &l->shared_up) ||
-        read_matrix(r, "ffn_down_shexp.weight", l->shared_ff, c->dim, 1, &l->shared_down)) return -1;
-    return i < c->n_hash && i < c->n_layers ? read_hash(r, l) : read_floats(r, "exp_probs_b.bias", c->n_experts, 1, &l->router_bias);
+    if (read_attention(r, l) || read_hyper(r, "hc_ffn_", false, &l->hc_ffn) ||
+        read_floats(r, "ffn_norm.weight", c->dim, 1, &l->ffn_norm) ||
+        read_matrix(r, "ffn_gate_inp.weight", c->dim, c->n_experts, 1, &l->router) ||
+        read_matrix(r, "ffn_gate_exps.weight", c->dim, l->ff, c->n_experts, &l->gate) ||
+        read_matrix(r, "ffn_up_exps.weight", c->dim, l->ff, c->n_experts, &l->up) ||
+        read_matrix(r, "ffn_down_exps.weight", l->ff, c->dim, c->n_experts, &l->down) ||
+        read_matrix(r, "ffn_gate_shexp.weight", c->dim, l->shared_ff, 1, &l->shared_gate) ||
+        read_matrix(r, "ffn_up_shexp.weight", c->dim, l->shared_ff, 1, &l->shared_up) ||
+        read_matrix(r, "ffn_down_shexp.weight", l->shared_ff, c->dim, 1, &l->shared_down))
+        return -1;
+    return i < c->n_hash && i < c->n_layers ? read_hash(r, l)
+                                            : read_floats(r, "exp_probs_b.bias", c->n_experts, 1, &l->router_bias);
 }
 
 /* ---- target ---- */
@@ -3821,21 +3940,26 @@ static int count_layers(const gguf *g, int *n_layers, bool *has_head) {
 }
 
 static bool is_dspark(const gguf *g, str arch) {
-    return str_is(arch, "deepseek4-dspark") || str_is(arch, "dflash") || gguf_tensor(g, "mtp.0.main_proj.weight") || gguf_tensor(g, "mtp.2.markov_head.weight") ||
-           gguf_tensor(g, "mtp.2.confidence_head.weight") || gguf_tensor(g, "mtp.2.markov_head.markov_w1.weight") || gguf_tensor(g, "mtp.2.confidence_head.proj.weight");
+    return str_is(arch, "deepseek4-dspark") || str_is(arch, "dflash") || gguf_tensor(g, "mtp.0.main_proj.weight") ||
+           gguf_tensor(g, "mtp.2.markov_head.weight") || gguf_tensor(g, "mtp.2.confidence_head.weight") ||
+           gguf_tensor(g, "mtp.2.markov_head.markov_w1.weight") || gguf_tensor(g, "mtp.2.confidence_head.proj.weight");
 }
 
 static int check_target_arch(const gguf *g) {
     str arch = meta_string(g, "general.architecture");
     if (!arch.p) return fail("%s: key general.architecture is missing", g->path);
-    if (is_dspark(g, arch)) return fail("%s: holds a DSpark drafter, which ds4 does not read; expected a target of architecture deepseek4", g->path);
-    if (str_is(arch, "deepseek4_mtp_support")) return fail("%s: is an MTP head (architecture deepseek4_mtp_support), not a target; give it as the head", g->path);
+    if (is_dspark(g, arch))
+        return fail("%s: holds a DSpark drafter, which ds4 does not read; expected a target of architecture deepseek4",
+                    g->path);
+    if (str_is(arch, "deepseek4_mtp_support"))
+        return fail("%s: is an MTP head (architecture deepseek4_mtp_support), not a target; give it as the head", g->path);
     if (!str_is(arch, "deepseek4")) return fail("%s: architecture is %.*s; expected deepseek4", g->path, STR_ARG(arch));
     if (!gguf_tensor(g, "blk.0.attn_norm.weight")) {
         int layers;
         bool head = false;
         if (count_layers(g, &layers, &head)) return -1;
-        return head ? fail("%s: holds an MTP head only, not a target; give it as the head", g->path) : fail("%s: tensor blk.0.attn_norm.weight is missing", g->path);
+        return head ? fail("%s: holds an MTP head only, not a target; give it as the head", g->path)
+                    : fail("%s: tensor blk.0.attn_norm.weight is missing", g->path);
     }
     return 0;
 }
@@ -3852,7 +3976,9 @@ static uint64_t file_identity(const gguf *g) {
         h = checksum(h, t->data + (t->bytes - sample) / 2, sample);
     }
     for (size_t i = 0; i < g->n_metas; i++)
-        if (!str_is(g->metas[i].key, "general.name")) h = checksum(checksum(h, g->metas[i].key.p, g->metas[i].key.n), g->metas[i].value, (size_t)(g->metas[i].end - g->metas[i].value));
+        if (!str_is(g->metas[i].key, "general.name"))
+            h = checksum(checksum(h, g->metas[i].key.p, g->metas[i].key.n), g->metas[i].value,
+                         (size_t)(g->metas[i].end - g->metas[i].value));
     return h;
 }
 
@@ -3891,7 +4017,8 @@ static int load_target(model *m) {
     if (!m->layers || model_rope(m) || read_matrix(r, "token_embd.weight", c->dim, c->n_vocab, 1, &m->embed)) return -1;
     if (!gguf_tensor(g, "output.weight")) m->output = m->embed;
     else if (read_matrix(r, "output.weight", c->dim, c->n_vocab, 1, &m->output)) return -1;
-    if (read_floats(r, "output_norm.weight", c->dim, 1, &m->output_norm) || read_hyper(r, "output_hc_", true, &m->collapse)) return -1;
+    if (read_floats(r, "output_norm.weight", c->dim, 1, &m->output_norm) || read_hyper(r, "output_hc_", true, &m->collapse))
+        return -1;
     for (int i = 0; i < n_layers; i++) {
         char prefix[32];
         snprintf(prefix, sizeof prefix, "blk.%d.", i);
@@ -3906,18 +4033,30 @@ static int load_target(model *m) {
 
 /* Where a head's file states sizes, they must be the target's; its tokens too. */
 static int check_same_sizes(const model *m, const gguf *h) {
-    static const struct { const char *key; size_t at; const char *what; } sizes[] = {
-        {"embedding_length", offsetof(config, dim), "width"}, {"hyper_connection.count", offsetof(config, n_streams), "streams"}, {"vocab_size", offsetof(config, n_vocab), "vocabulary"},
-        {"attention.head_count", offsetof(config, n_heads), "attention heads"}, {"attention.key_length", offsetof(config, head_dim), "head width"},
-        {"expert_count", offsetof(config, n_experts), "experts"}, {"expert_used_count", offsetof(config, n_used), "experts used"}};
+    static const struct {
+        const char *key;
+        size_t at;
+        const char *what;
+    } sizes[] = {{"embedding_length", offsetof(config, dim), "width"},
+                 {"hyper_connection.count", offsetof(config, n_streams), "streams"},
+                 {"vocab_size", offsetof(config, n_vocab), "vocabulary"},
+                 {"attention.head_count", offsetof(config, n_heads), "attention heads"},
+                 {"attention.key_length", offsetof(config, head_dim), "head width"},
+                 {"expert_count", offsetof(config, n_experts), "experts"},
+                 {"expert_used_count", offsetof(config, n_used), "experts used"}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         int expected = *(const int *)(const void *)((const char *)&m->c + sizes[i].at), got;
         if (read_int_or(h, sizes[i].key, INT_MIN, INT_MAX, expected, &got)) return -1;
-        if (got != expected) return fail("%s: made for another target: %s %d (key " ARCH "%s), this target has %d", h->path, sizes[i].what, got, sizes[i].key, expected);
+        if (got != expected)
+            return fail("%s: made for another target: %s %d (key " ARCH "%s), this target has %d", h->path, sizes[i].what, got,
+                        sizes[i].key, expected);
     }
     const meta *a = gguf_meta(h, "tokenizer.ggml.tokens"), *b = gguf_meta(m->file, "tokenizer.ggml.tokens");
-    if (a && b && (a->count != b->count || a->end - a->value != b->end - b->value || memcmp(a->value, b->value, (size_t)(a->end - a->value))))
-        return fail("%s: the head's vocabulary (tokenizer.ggml.tokens, %llu) is not the target's (%llu)", h->path, (unsigned long long)a->count, (unsigned long long)b->count);
+    if (a && b &&
+        (a->count != b->count || a->end - a->value != b->end - b->value ||
+         memcmp(a->value, b->value, (size_t)(a->end - a->value))))
+        return fail("%s: the head's vocabulary (tokenizer.ggml.tokens, %llu) is not the target's (%llu)", h->path,
+                    (unsigned long long)a->count, (unsigned long long)b->count);
     return 0;
 }
 
@@ -3926,9 +4065,13 @@ static int load_head_ds4(model *m, const gguf *g) {
     const config *c = &m->c;
     mtp_head *h = &m->head;
     reader r = {m, g, "mtp.0."};
-    return read_matrix(r, "e_proj.weight", c->dim, c->dim, 1, &h->e_proj) || read_matrix(r, "h_proj.weight", c->dim, c->dim, 1, &h->h_proj) || read_floats(r, "enorm.weight", c->dim, 1, &h->enorm) ||
-           read_floats(r, "hnorm.weight", c->dim, 1, &h->hnorm) || read_floats(r, "norm.weight", c->dim, 1, &h->norm) || read_hyper(r, "hc_head_", true, &h->collapse) ||
-           read_layer(r, c->n_layers, &h->block) ? -1 : 0;
+    return read_matrix(r, "e_proj.weight", c->dim, c->dim, 1, &h->e_proj) ||
+                   read_matrix(r, "h_proj.weight", c->dim, c->dim, 1, &h->h_proj) ||
+                   read_floats(r, "enorm.weight", c->dim, 1, &h->enorm) ||
+                   read_floats(r, "hnorm.weight", c->dim, 1, &h->hnorm) || read_floats(r, "norm.weight", c->dim, 1, &h->norm) ||
+                   read_hyper(r, "hc_head_", true, &h->collapse) || read_layer(r, c->n_layers, &h->block)
+               ? -1
+               : 0;
 }
 
 /* llama.cpp's layout: blk.<layers>.*, in a file of its own or in the target's. */
@@ -3941,14 +4084,21 @@ static int load_head_llama(model *m, const gguf *g, int index) {
     matrix both;
     if (read_matrix(r, "nextn.eh_proj.weight", 2 * (int64_t)c->dim, c->dim, 1, &both)) return -1;
     const type_info *type = type_find(both.type);
-    if (c->dim % type->block) return fail("%s: tensor %snextn.eh_proj.weight: its halves of %d values do not fill blocks of type %s", g->path, prefix, c->dim, type->name);
+    if (c->dim % type->block)
+        return fail("%s: tensor %snextn.eh_proj.weight: its halves of %d values do not fill blocks of type %s", g->path, prefix,
+                    c->dim, type->name);
     h->e_proj = h->h_proj = both;
     h->e_proj.n_in = h->h_proj.n_in = c->dim;
     h->h_proj.data += c->dim / type->block * type->bytes;
     snprintf(name, sizeof name, "%snextn.hc_head_fn.weight", prefix);
     bool own = gguf_tensor(g, name);
-    return read_floats(r, "nextn.enorm.weight", c->dim, 1, &h->enorm) || read_floats(r, "nextn.hnorm.weight", c->dim, 1, &h->hnorm) || read_floats(r, "nextn.shared_head_norm.weight", c->dim, 1, &h->norm) ||
-           read_hyper(own ? r : outer, own ? "nextn.hc_head_" : "output_hc_", true, &h->collapse) || read_layer(r, c->n_layers, &h->block) ? -1 : 0;
+    return read_floats(r, "nextn.enorm.weight", c->dim, 1, &h->enorm) ||
+                   read_floats(r, "nextn.hnorm.weight", c->dim, 1, &h->hnorm) ||
+                   read_floats(r, "nextn.shared_head_norm.weight", c->dim, 1, &h->norm) ||
+                   read_hyper(own ? r : outer, own ? "nextn.hc_head_" : "output_hc_", true, &h->collapse) ||
+                   read_layer(r, c->n_layers, &h->block)
+               ? -1
+               : 0;
 }
 
 static int load_head(model *m, bool internal) {
@@ -3962,15 +4112,23 @@ static int load_head(model *m, bool internal) {
     m->head_identity = file_identity(g);
     str arch = meta_string(g, "general.architecture");
     if (!arch.p) return fail("%s: key general.architecture is missing", g->path);
-    if (is_dspark(g, arch)) return fail("%s: holds a DSpark drafter (of the July 2026 checkpoint), which ds4 does not read; expected an MTP head", g->path);
-    if (!str_is(arch, "deepseek4_mtp_support") && !str_is(arch, "deepseek4")) return fail("%s: architecture is %.*s; expected an MTP head (deepseek4_mtp_support, or deepseek4 with nextn.* tensors)", g->path, STR_ARG(arch));
+    if (is_dspark(g, arch))
+        return fail("%s: holds a DSpark drafter (of the July 2026 checkpoint), which ds4 does not read; expected an MTP head",
+                    g->path);
+    if (!str_is(arch, "deepseek4_mtp_support") && !str_is(arch, "deepseek4"))
+        return fail("%s: architecture is %.*s; expected an MTP head (deepseek4_mtp_support, or deepseek4 with nextn.* tensors)",
+                    g->path, STR_ARG(arch));
     if (check_same_sizes(m, g)) return -1;
     if (gguf_tensor(g, "mtp.0.e_proj.weight")) return load_head_ds4(m, g);
     int layers = m->c.n_layers;
     bool nextn = false;
     if (str_is(arch, "deepseek4") && count_layers(g, &layers, &nextn)) return -1;
-    if (!nextn) return fail("%s: holds no MTP head (neither mtp.0.* nor nextn.* tensors)%s", g->path, gguf_tensor(g, "blk.0.attn_norm.weight") ? "; it is a target" : "");
-    if (layers != m->c.n_layers) return fail("%s: the head's block is blk.%d, for a target of %d layers; this target has %d", g->path, layers, layers, m->c.n_layers);
+    if (!nextn)
+        return fail("%s: holds no MTP head (neither mtp.0.* nor nextn.* tensors)%s", g->path,
+                    gguf_tensor(g, "blk.0.attn_norm.weight") ? "; it is a target" : "");
+    if (layers != m->c.n_layers)
+        return fail("%s: the head's block is blk.%d, for a target of %d layers; this target has %d", g->path, layers, layers,
+                    m->c.n_layers);
     return load_head_llama(m, g, layers);
 }
 
@@ -4013,20 +4171,24 @@ typedef struct {
 typedef struct {
     int64_t n;
     int rows, max_rows;
-    const float *f;             /* (rows, n) */
-    int8_t *q[3];               /* by act_kind */
+    const float *f; /* (rows, n) */
+    int8_t *q[3]; /* by act_kind */
     float *d[3];
     int16_t *sum[3];
     bool ready[3];
 } input;
 
-static size_t input_bytes(int64_t n, int max_rows) { return (size_t)max_rows * (size_t)n * 2 * (1 + sizeof(float) / 32 + sizeof(int16_t) / 16); }
+static size_t input_bytes(int64_t n, int max_rows) {
+    return (size_t)max_rows * (size_t)n * 2 * (1 + sizeof(float) / 32 + sizeof(int16_t) / 16);
+}
 
 static int input_new(input *in, int64_t n, int max_rows) {
     *in = (input){.n = n, .max_rows = max_rows};
     for (int kind = ACT_Q32; kind <= ACT_Q256; kind++) {
         size_t values = (size_t)n * (size_t)max_rows;
-        if (!(in->q[kind] = mem_new(values)) || !(in->d[kind] = mem_array(values / 32 + 1, sizeof(float))) || !(in->sum[kind] = mem_array(values / 16 + 1, sizeof(int16_t)))) return -1;
+        if (!(in->q[kind] = mem_new(values)) || !(in->d[kind] = mem_array(values / 32 + 1, sizeof(float))) ||
+            !(in->sum[kind] = mem_array(values / 16 + 1, sizeof(int16_t))))
+            return -1;
     }
     return 0;
 }
@@ -4066,7 +4228,8 @@ static void quantise_rows(void *ctx, int64_t begin, int64_t end, int thread) {
     int64_t block = j->kind == ACT_Q32 ? 32 : 256;
     (void)thread;
     for (int64_t r = begin; r < end; r++)
-        j->dev->k->quantise(j->kind, in->n, in->f + r * in->n, in->q[j->kind] + r * in->n, in->d[j->kind] + r * (in->n / block), in->sum[j->kind] + r * (in->n / 16));
+        j->dev->k->quantise(j->kind, in->n, in->f + r * in->n, in->q[j->kind] + r * in->n, in->d[j->kind] + r * (in->n / block),
+                            in->sum[j->kind] + r * (in->n / 16));
 }
 
 static void input_need(const device *dev, input *in, act_kind kind) {
@@ -4079,17 +4242,19 @@ static void input_need(const device *dev, input *in, act_kind kind) {
 /* One product: out[j * ldo + o] = weight row o . input row rows[j], for j < m (rows NULL: j itself). */
 typedef struct {
     const matrix *w;
-    const uint8_t *data;        /* w->data, or one expert's slab, or a group's first row */
+    const uint8_t *data; /* w->data, or one expert's slab, or a group's first row */
     int64_t n_out;
     input *in;
     const int32_t *rows;
     int m;
     float *out;
     int64_t ldo;
-    int64_t tile, first;        /* outputs in a tile; number of the first tile */
+    int64_t tile, first; /* outputs in a tile; number of the first tile */
 } product;
 
-static product product_of(const matrix *w, input *in, float *out) { return (product){.w = w, .data = w->data, .n_out = w->n_out, .in = in, .m = in->rows, .out = out, .ldo = w->n_out}; }
+static product product_of(const matrix *w, input *in, float *out) {
+    return (product){.w = w, .data = w->data, .n_out = w->n_out, .in = in, .m = in->rows, .out = out, .ldo = w->n_out};
+}
 
 typedef struct {
     const device *dev;
@@ -4111,7 +4276,9 @@ static void product_tiles(void *ctx, int64_t begin, int64_t end, int thread) {
         int64_t stop = end - p->first < tiles ? end - p->first : tiles;
         int64_t o = (begin - p->first) * p->tile, o_end = stop * p->tile < p->n_out ? stop * p->tile : p->n_out;
         acts x = input_acts(p->in, p->w->act);
-        if (o < o_end && p->m) j->dev->k->mat(p->w->type, p->w->n_in, p->data + (size_t)o * p->w->stride, p->w->stride, (int)(o_end - o), &x, p->rows, p->m, p->out + o, (size_t)p->ldo);
+        if (o < o_end && p->m)
+            j->dev->k->mat(p->w->type, p->w->n_in, p->data + (size_t)o * p->w->stride, p->w->stride, (int)(o_end - o), &x,
+                           p->rows, p->m, p->out + o, (size_t)p->ldo);
         begin = p->first + stop;
     }
 }
@@ -4203,7 +4370,7 @@ static uint32_t order_key(float x) {
 /* The k largest of n values as ascending indexes, ties to the lower index. By radix selection: no sort, no data-dependent cost. */
 static void top_k_indexes(int n, const float *x, int k, int32_t *out) {
     uint32_t prefix = 0, mask = 0;
-    int above = k;              /* of those equal to the prefix so far, how many are wanted */
+    int above = k; /* of those equal to the prefix so far, how many are wanted */
     for (int shift = 24; shift >= 0; shift -= 8) {
         int count[256] = {0};
         for (int i = 0; i < n; i++) {
@@ -4254,38 +4421,38 @@ static void pick_experts(int n, const float *score, const float *bias, int k, in
  * ========================================================================================================================== */
 
 typedef struct {
-    int ring, need;             /* raw rows in the ring */
-    uint8_t *raw;               /* (ring, kv row) */
+    int ring, need; /* raw rows in the ring */
+    uint8_t *raw; /* (ring, kv row) */
     int ratio, comp_ring, comp_need, windows;
-    float *kv, *gate;           /* (comp_ring, c * head_dim), ape added to the gate */
-    uint8_t *rows;              /* (windows, kv row) */
-    float *index_kv, *index_gate;   /* (comp_ring, 2 * index_dim) */
-    uint8_t *index_rows;        /* (windows, index row) */
+    float *kv, *gate; /* (comp_ring, c * head_dim), ape added to the gate */
+    uint8_t *rows; /* (windows, kv row) */
+    float *index_kv, *index_gate; /* (comp_ring, 2 * index_dim) */
+    uint8_t *index_rows; /* (windows, index row) */
 } cache;
 
 typedef struct {
-    size_t kv_row, index_row;   /* bytes */
-    size_t streams;             /* floats */
+    size_t kv_row, index_row; /* bytes */
+    size_t streams; /* floats */
 } row_sizes;
 
 typedef struct drafter drafter;
 
 struct ds4_session {
     ds4_engine *engine;
-    ds4_session *next, **link;  /* the engine's list of open sessions */
+    ds4_session *next, **link; /* the engine's list of open sessions */
     int ctx, max_rewind, batch; /* batch: the most rows of this session in a pass */
-    int position;               /* tokens committed */
-    int floor;                  /* the highest position ever reached (since the last rewind to 0) less max_rewind, at least 0 */
-    int written;                /* rows ever written, rejected ones included */
-    int *tokens;                /* (ctx + DS4_MAX_DRAFT + 1,) */
-    cache *caches;              /* a layer each, then the head's */
-    float *streams;             /* (stream_ring, n_streams * dim): the target's last streams */
+    int position; /* tokens committed */
+    int floor; /* the highest position ever reached (since the last rewind to 0) less max_rewind, at least 0 */
+    int written; /* rows ever written, rejected ones included */
+    int *tokens; /* (ctx + DS4_MAX_DRAFT + 1,) */
+    cache *caches; /* a layer each, then the head's */
+    float *streams; /* (stream_ring, n_streams * dim): the target's last streams */
     int stream_ring, stream_need;
-    int head_from, head_to;     /* head rows made of the target's own streams: [head_from, head_to) */
-    float *head_streams;        /* (n_streams * dim): the head's last output, for a deeper draft */
-    float *logits;              /* (DS4_MAX_DRAFT + 1, n_vocab): rows of the last pass */
-    int logits_row;             /* which of them belongs to the position; -1: none */
-    int step_rows;              /* rows that the last step committed, 0 after other calls */
+    int head_from, head_to; /* head rows made of the target's own streams: [head_from, head_to) */
+    float *head_streams; /* (n_streams * dim): the head's last output, for a deeper draft */
+    float *logits; /* (DS4_MAX_DRAFT + 1, n_vocab): rows of the last pass */
+    int logits_row; /* which of them belongs to the position; -1: none */
+    int step_rows; /* rows that the last step committed, 0 after other calls */
     const drafter *drafter;
     void *drafter_ctx;
     int draft;
@@ -4367,19 +4534,26 @@ static int64_t cache_bytes(const config *c, const cache *k, ds4_kv_type type) {
     int64_t row = (int64_t)kv_row_bytes(c, type), parts = k->ratio == 4 ? 2 : 1;
     int64_t bytes = k->ring * row;
     if (k->ratio > 0) bytes += k->windows * row + 2 * (int64_t)k->comp_ring * parts * c->head_dim * 4;
-    if (k->ratio == 4) bytes += k->windows * (int64_t)index_row_bytes(c, type) + 2 * (int64_t)k->comp_ring * 2 * c->index_dim * 4;
+    if (k->ratio == 4)
+        bytes += k->windows * (int64_t)index_row_bytes(c, type) + 2 * (int64_t)k->comp_ring * 2 * c->index_dim * 4;
     return bytes;
 }
 
 static int cache_new(cache *out, const config *c, int ratio, int ctx, int slack, ds4_kv_type type) {
     *out = cache_sizes(c, ratio, ctx, slack);
-    size_t row = kv_row_bytes(c, type), ring = (size_t)out->comp_ring, windows = (size_t)out->windows, parts = ratio == 4 ? 2 : 1;
+    size_t row = kv_row_bytes(c, type), ring = (size_t)out->comp_ring, windows = (size_t)out->windows,
+           parts = ratio == 4 ? 2 : 1;
     if (!(out->raw = mem_array((size_t)out->ring, row))) return -1;
     if (ratio == 0) return 0;
     size_t channels = parts * (size_t)c->head_dim * sizeof(float), index_channels = 2 * (size_t)c->index_dim * sizeof(float);
-    if (!(out->kv = mem_array(ring, channels)) || !(out->gate = mem_array(ring, channels)) || !(out->rows = mem_array(windows, row))) return -1;
+    if (!(out->kv = mem_array(ring, channels)) || !(out->gate = mem_array(ring, channels)) ||
+        !(out->rows = mem_array(windows, row)))
+        return -1;
     if (ratio != 4) return 0;
-    return (out->index_kv = mem_array(ring, index_channels)) && (out->index_gate = mem_array(ring, index_channels)) && (out->index_rows = mem_array(windows, index_row_bytes(c, type))) ? 0 : -1;
+    return (out->index_kv = mem_array(ring, index_channels)) && (out->index_gate = mem_array(ring, index_channels)) &&
+                   (out->index_rows = mem_array(windows, index_row_bytes(c, type)))
+               ? 0
+               : -1;
 }
 
 /* ============================================================================================================================
@@ -4392,30 +4566,30 @@ static int cache_new(cache *out, const config *c, int ratio, int ctx, int slack,
  * ========================================================================================================================== */
 
 typedef struct {
-    int rows;                   /* the most rows of a pass */
-    float *x, *x_next;          /* (rows, n_streams * dim): the residual streams */
-    float *mix_in;              /* (rows, n_streams * dim): normalised */
-    float *mix;                 /* (rows, n_streams * (2 + n_streams)): pre, post, C */
-    float *y, *out;             /* (rows, dim): a sub-block's input and output */
-    float *rope, *rope_compressed;  /* (rows, rope_dim): cos and sin by pair */
-    float *qr, *q, *kv;         /* (rows, q_rank), (rows, n_heads * head_dim), (rows, head_dim) */
+    int rows; /* the most rows of a pass */
+    float *x, *x_next; /* (rows, n_streams * dim): the residual streams */
+    float *mix_in; /* (rows, n_streams * dim): normalised */
+    float *mix; /* (rows, n_streams * (2 + n_streams)): pre, post, C */
+    float *y, *out; /* (rows, dim): a sub-block's input and output */
+    float *rope, *rope_compressed; /* (rows, rope_dim): cos and sin by pair */
+    float *qr, *q, *kv; /* (rows, q_rank), (rows, n_heads * head_dim), (rows, head_dim) */
     float *comp_kv, *comp_gate; /* (rows, c * head_dim) */
     float *index_kv, *index_gate, *index_q, *index_w;
-    float *index_scores;        /* (index_group, windows of a full context) */
-    int32_t *selected;          /* (rows, index_top_k): the compressed rows a row sees, ascending */
-    float *attended, *low;      /* (rows, n_heads * head_dim), (rows, o_groups * o_rank) */
-    int32_t *group_rows;        /* (o_groups, rows) */
-    float *scores;              /* (rows, n_experts) */
-    int32_t *picks;             /* (rows, n_used) */
-    float *pick_weights;        /* (rows, n_used) */
+    float *index_scores; /* (index_group, windows of a full context) */
+    int32_t *selected; /* (rows, index_top_k): the compressed rows a row sees, ascending */
+    float *attended, *low; /* (rows, n_heads * head_dim), (rows, o_groups * o_rank) */
+    int32_t *group_rows; /* (o_groups, rows) */
+    float *scores; /* (rows, n_experts) */
+    int32_t *picks; /* (rows, n_used) */
+    float *pick_weights; /* (rows, n_used) */
     int32_t *slots, *slot_rows; /* (rows, n_used) -> slot; slot -> row: slots are grouped by expert */
-    int32_t *expert_start;      /* (n_experts + 1,) */
-    int32_t *iota;              /* 0, 1, 2, ... */
-    float *gate, *up, *down;    /* (rows * n_used, ff or dim) */
+    int32_t *expert_start; /* (n_experts + 1,) */
+    int32_t *iota; /* 0, 1, 2, ... */
+    float *gate, *up, *down; /* (rows * n_used, ff or dim) */
     float *shared_gate, *shared_up;
-    float *head_e, *head_norm;  /* (rows, dim), (rows * n_streams, dim): embeddings and streams, normalised */
-    product *list;              /* (2 * n_experts + 8,) */
-    float **thread_room;        /* a thread each: rows unpacked to f32, attention scores */
+    float *head_e, *head_norm; /* (rows, dim), (rows * n_streams, dim): embeddings and streams, normalised */
+    product *list; /* (2 * n_experts + 8,) */
+    float **thread_room; /* a thread each: rows unpacked to f32, attention scores */
     size_t thread_floats;
     int index_group;
     input in_mix, in_y, in_qr, in_heads, in_low, in_act, in_shared, in_e, in_h;
@@ -4442,17 +4616,17 @@ struct ds4_engine {
     ds4_log_fn log;
     ds4_progress_fn progress;
     void *callback_ctx;
-    struct tokenizer *tokens;   /* NULL: token ids only */
+    struct tokenizer *tokens; /* NULL: token ids only */
     str *token_list, *merge_list;
     int32_t *token_types;
     int bos, eos;
     bool base_model;
     char *model_path, *head_path, *name;
-    pass_row *row_room;              /* (rows,): the pass being put together */
+    pass_row *row_room; /* (rows,): the pass being put together */
     const float **stream_room;
-    float *draft_logits;        /* (n_vocab,) */
-    struct candidate *candidates;   /* (n_vocab,) */
-    pthread_mutex_t run;        /* one pass at a time; also guards the list of sessions */
+    float *draft_logits; /* (n_vocab,) */
+    struct candidate *candidates; /* (n_vocab,) */
+    pthread_mutex_t run; /* one pass at a time; also guards the list of sessions */
     ds4_session *sessions;
 };
 
@@ -4461,7 +4635,7 @@ typedef struct {
     const pass_row *rows;
     int n;
     const layer *l;
-    int index;                  /* of the layer in a session's caches */
+    int index; /* of the layer in a session's caches */
 } pass;
 
 static cache *row_cache(const pass *p, int r) { return &p->rows[r].s->caches[p->index]; }
@@ -4479,7 +4653,8 @@ static void normalise_streams(void *ctx, int64_t begin, int64_t end, int thread)
     ds4_engine *e = j->p->e;
     int64_t width = (int64_t)e->sizes.streams;
     (void)thread;
-    for (int64_t r = begin; r < end; r++) rms_norm(e->dev.k, width, e->s.x + r * width, NULL, e->model->c.norm_eps, e->s.mix_in + r * width);
+    for (int64_t r = begin; r < end; r++)
+        rms_norm(e->dev.k, width, e->s.x + r * width, NULL, e->model->c.norm_eps, e->s.mix_in + r * width);
 }
 
 static void mix_streams(void *ctx, int64_t begin, int64_t end, int thread) {
@@ -4575,7 +4750,8 @@ static void norm_qr(void *ctx, int64_t begin, int64_t end, int thread) {
     ds4_engine *e = p->e;
     int64_t n = e->model->c.q_rank;
     (void)thread;
-    for (int64_t r = begin; r < end; r++) rms_norm(e->dev.k, n, e->s.qr + r * n, p->l->q_a_norm, e->model->c.norm_eps, e->s.qr + r * n);
+    for (int64_t r = begin; r < end; r++)
+        rms_norm(e->dev.k, n, e->s.qr + r * n, p->l->q_a_norm, e->model->c.norm_eps, e->s.qr + r * n);
 }
 
 /* Everything that is projected from y at once, then from qr. */
@@ -4613,7 +4789,7 @@ static void project(const pass *p) {
 typedef struct {
     const pass *p;
     const compressor *comp;
-    bool index;                 /* the indexer's */
+    bool index; /* the indexer's */
 } compressor_job;
 
 /* Emits the window that ends at row r, if one does: per channel a softmax of the gate over its slots, weighting kv. */
@@ -4672,11 +4848,13 @@ static void compress(const pass *p, const compressor *comp, bool index, const fl
 /* Compressed rows that row r may see. */
 static int visible_windows(const pass *p, int r) { return p->l->ratio ? (p->rows[r].position + 1) / p->l->ratio : 0; }
 /* Whether the indexer picks among them: decided from the row's own position. */
-static bool picks_windows(const pass *p, int r) { return p->l->ratio == 4 && visible_windows(p, r) > p->e->model->c.index_top_k; }
+static bool picks_windows(const pass *p, int r) {
+    return p->l->ratio == 4 && visible_windows(p, r) > p->e->model->c.index_top_k;
+}
 
 typedef struct {
     const pass *p;
-    int first, rows, tiles;     /* rows of the group, and tiles of windows in each */
+    int first, rows, tiles; /* rows of the group, and tiles of windows in each */
 } index_job;
 
 enum { INDEX_TILE = 256 };
@@ -4696,7 +4874,8 @@ static void score_windows(void *ctx, int64_t begin, int64_t end, int thread) {
         const float *q = e->s.index_q + (int64_t)r * heads * width, *w = e->s.index_w + (int64_t)r * heads;
         float *scores = e->s.index_scores + (int64_t)(r - j->first) * (e->ctx / 4 + 1);
         for (int i = from; i < to; i++) {
-            const float *key = index_load(k, c, e->kv_type, row_cache(j->p, r)->index_rows + (size_t)i * e->sizes.index_row, room);
+            const float *key =
+                index_load(k, c, e->kv_type, row_cache(j->p, r)->index_rows + (size_t)i * e->sizes.index_row, room);
             k->dots(width, q, width, heads, key, dots, 1);
             float score = 0;
             for (int h = 0; h < heads; h++) score += w[h] * factor * (dots[h] > 0 ? dots[h] : 0);
@@ -4712,7 +4891,9 @@ static void select_windows(void *ctx, int64_t begin, int64_t end, int thread) {
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         int r = j->first + (int)i;
-        if (picks_windows(j->p, r)) top_k_indexes(visible_windows(j->p, r), e->s.index_scores + i * (e->ctx / 4 + 1), k, e->s.selected + (int64_t)r * k);
+        if (picks_windows(j->p, r))
+            top_k_indexes(visible_windows(j->p, r), e->s.index_scores + i * (e->ctx / 4 + 1), k,
+                          e->s.selected + (int64_t)r * k);
     }
 }
 
@@ -4723,7 +4904,8 @@ static void rotate_index_q(void *ctx, int64_t begin, int64_t end, int thread) {
     (void)thread;
     for (int64_t r = begin; r < end; r++)
         for (int h = 0; h < c->index_heads; h++)
-            rope(e->s.index_q + (r * c->index_heads + h) * c->index_dim + c->index_dim - c->rope_dim, c->rope_dim / 2, e->s.rope_compressed + r * c->rope_dim, 1);
+            rope(e->s.index_q + (r * c->index_heads + h) * c->index_dim + c->index_dim - c->rope_dim, c->rope_dim / 2,
+                 e->s.rope_compressed + r * c->rope_dim, 1);
 }
 
 static void pick_windows(const pass *p) {
@@ -4746,7 +4928,7 @@ static void pick_windows(const pass *p) {
 
 typedef struct {
     const pass *p;
-    int groups, heads;          /* head groups of a row, heads in each */
+    int groups, heads; /* head groups of a row, heads in each */
 } attention_job;
 
 /* Row i of those that row r sees: raw rows by ascending position, then compressed rows by ascending window. */
@@ -4774,7 +4956,8 @@ static void attend(void *ctx, int64_t begin, int64_t end, int thread) {
     const float *tables = p->l->ratio ? e->s.rope_compressed : e->s.rope;
     for (int64_t t = begin; t < end; t++) {
         int r = (int)(t / j->groups), h0 = (int)(t % j->groups) * j->heads, heads = min_int(j->heads, c->n_heads - h0);
-        int position = p->rows[r].position, raw_first = max_int(0, position - c->window + 1), raw_count = position - raw_first + 1;
+        int position = p->rows[r].position, raw_first = max_int(0, position - c->window + 1),
+            raw_count = position - raw_first + 1;
         int windows = visible_windows(p, r), seen = raw_count + (picks_windows(p, r) ? c->index_top_k : windows);
         const float *q = e->s.q + ((int64_t)r * c->n_heads + h0) * d;
         float *out = e->s.attended + ((int64_t)r * c->n_heads + h0) * d;
@@ -4784,8 +4967,10 @@ static void attend(void *ctx, int64_t begin, int64_t end, int thread) {
             k->softmax(seen, scores + (int64_t)h * seen, p->l->sinks[h0 + h], true);
         }
         memset(out, 0, (size_t)heads * (size_t)d * sizeof *out);
-        for (int i = 0; i < seen; i++) k->axpys(d, scores + i, seen, heads, seen_row(p, r, i, raw_first, raw_count, room), out, d);
-        for (int h = 0; h < heads; h++) rope(out + (int64_t)h * d + d - c->rope_dim, c->rope_dim / 2, tables + (int64_t)r * c->rope_dim, -1);
+        for (int i = 0; i < seen; i++)
+            k->axpys(d, scores + i, seen, heads, seen_row(p, r, i, raw_first, raw_count, room), out, d);
+        for (int h = 0; h < heads; h++)
+            rope(out + (int64_t)h * d + d - c->rope_dim, c->rope_dim / 2, tables + (int64_t)r * c->rope_dim, -1);
     }
 }
 
@@ -4802,15 +4987,22 @@ static void attention(const pass *p) {
     int threads = e->dev.pool->threads, groups = p->n >= 2 * threads ? 1 : min_int(threads, c->n_heads);
     attention_job job = {p, groups, (c->n_heads + groups - 1) / groups};
     int64_t work = 0;
-    for (int r = 0; r < p->n; r++) work += (min_int(p->rows[r].position + 1, c->window) + visible_windows(p, r)) * (int64_t)c->n_heads * c->head_dim / 8;
+    for (int r = 0; r < p->n; r++)
+        work += (min_int(p->rows[r].position + 1, c->window) + visible_windows(p, r)) * (int64_t)c->n_heads * c->head_dim / 8;
     pool_run(e->dev.pool, (int64_t)p->n * groups, work < 20000 ? (int64_t)p->n * groups : 1, attend, &job);
     int lows = c->o_groups * c->o_rank;
     input_set(&s->in_heads, s->attended, p->n * c->o_groups);
     for (int g = 0; g < c->o_groups; g++) {
         int32_t *rows = s->group_rows + (int64_t)g * s->rows;
         for (int r = 0; r < p->n; r++) rows[r] = r * c->o_groups + g;
-        s->list[g] = (product){.w = &p->l->o_a, .data = p->l->o_a.data + (size_t)g * (size_t)c->o_rank * p->l->o_a.stride, .n_out = c->o_rank, .in = &s->in_heads, .rows = rows, .m = p->n,
-                               .out = s->low + (int64_t)g * c->o_rank, .ldo = lows};
+        s->list[g] = (product){.w = &p->l->o_a,
+                               .data = p->l->o_a.data + (size_t)g * (size_t)c->o_rank * p->l->o_a.stride,
+                               .n_out = c->o_rank,
+                               .in = &s->in_heads,
+                               .rows = rows,
+                               .m = p->n,
+                               .out = s->low + (int64_t)g * c->o_rank,
+                               .ldo = lows};
     }
     products(&e->dev, s->list, c->o_groups);
     input_set(&s->in_low, s->low, p->n);
@@ -4866,7 +5058,8 @@ typedef struct {
 static void swiglu_rows(void *ctx, int64_t begin, int64_t end, int thread) {
     const swiglu_job *j = ctx;
     (void)thread;
-    for (int64_t r = begin; r < end; r++) j->k->swiglu(j->n, j->gate + r * j->n, j->up + r * j->n, j->limit, j->gate + r * j->n);
+    for (int64_t r = begin; r < end; r++)
+        j->k->swiglu(j->n, j->gate + r * j->n, j->up + r * j->n, j->limit, j->gate + r * j->n);
 }
 
 static void add_experts(void *ctx, int64_t begin, int64_t end, int thread) {
@@ -4891,7 +5084,15 @@ static int expert_products(const pass *p, const matrix *w, input *in, const int3
     int n = 0;
     for (int i = 0; i < p->e->model->c.n_experts; i++) {
         int from = s->expert_start[i], m = s->expert_start[i + 1] - from;
-        if (m) list[n++] = (product){.w = w, .data = w->data + (size_t)i * w->slab, .n_out = w->n_out, .in = in, .rows = rows + from, .m = m, .out = out + from * w->n_out, .ldo = w->n_out};
+        if (m)
+            list[n++] = (product){.w = w,
+                                  .data = w->data + (size_t)i * w->slab,
+                                  .n_out = w->n_out,
+                                  .in = in,
+                                  .rows = rows + from,
+                                  .m = m,
+                                  .out = out + from * w->n_out,
+                                  .ldo = w->n_out};
     }
     return n;
 }
@@ -4911,7 +5112,8 @@ static void moe(const pass *p) {
     s->list[n++] = product_of(&l->shared_gate, &s->in_y, s->shared_gate);
     s->list[n++] = product_of(&l->shared_up, &s->in_y, s->shared_up);
     products(&e->dev, s->list, n);
-    swiglu_job routed = {e->dev.k, l->ff, s->gate, s->up, l->clamp}, shared = {e->dev.k, l->shared_ff, s->shared_gate, s->shared_up, l->clamp_shared};
+    swiglu_job routed = {e->dev.k, l->ff, s->gate, s->up, l->clamp},
+               shared = {e->dev.k, l->shared_ff, s->shared_gate, s->shared_up, l->clamp_shared};
     run_rows(&e->dev, slots, l->ff, swiglu_rows, &routed);
     run_rows(&e->dev, p->n, l->shared_ff, swiglu_rows, &shared);
     s->in_act.n = l->ff;
@@ -4949,7 +5151,9 @@ static void embed_row(const ds4_engine *e, int token, float *out) {
     e->dev.k->dequantise(w->type, w->n_in, w->data + (size_t)token * w->stride, out);
 }
 
-static float *session_streams(const ds4_session *s, int position) { return s->streams + (size_t)(position % s->stream_ring) * s->engine->sizes.streams; }
+static float *session_streams(const ds4_session *s, int position) {
+    return s->streams + (size_t)(position % s->stream_ring) * s->engine->sizes.streams;
+}
 
 /* Runs rows through the target. Their streams stay in scratch (row r at e->s.x) and in each session's ring. */
 static void forward(ds4_engine *e, const pass_row *rows, int n) {
@@ -4965,7 +5169,9 @@ static void forward(ds4_engine *e, const pass_row *rows, int n) {
         p.l = &e->model->layers[p.index];
         block(&p);
     }
-    for (int r = 0; r < n; r++) memcpy(session_streams(rows[r].s, rows[r].position), e->s.x + (size_t)r * e->sizes.streams, e->sizes.streams * sizeof(float));
+    for (int r = 0; r < n; r++)
+        memcpy(session_streams(rows[r].s, rows[r].position), e->s.x + (size_t)r * e->sizes.streams,
+               e->sizes.streams * sizeof(float));
 }
 
 /* Logits of n rows from their streams x (n, n_streams * dim): collapse, norm, output matrix. out (n, n_vocab). */
@@ -4973,7 +5179,9 @@ static void output_logits(ds4_engine *e, const float *x, int n, const hyper *h, 
     const config *c = &e->model->c;
     const kernels *k = e->dev.k;
     scratch *s = &e->s;
-    for (int r = 0; r < n; r++) rms_norm(k, (int64_t)e->sizes.streams, x + (size_t)r * e->sizes.streams, NULL, c->norm_eps, s->mix_in + (size_t)r * e->sizes.streams);
+    for (int r = 0; r < n; r++)
+        rms_norm(k, (int64_t)e->sizes.streams, x + (size_t)r * e->sizes.streams, NULL, c->norm_eps,
+                 s->mix_in + (size_t)r * e->sizes.streams);
     input_set(&s->in_mix, s->mix_in, n);
     product fn = product_of(&h->fn, &s->in_mix, s->mix);
     products(&e->dev, &fn, 1);
@@ -5015,46 +5223,90 @@ static size_t thread_floats(const config *c, int ctx) {
         if (c->ratio[i] == 4 && seen > c->index_top_k) seen = c->index_top_k;
         if (seen > windows) windows = seen;
     }
-    int64_t attention = c->head_dim + (min_int(c->window, ctx) + windows) * c->n_heads, widest = max_int(c->head_dim, c->index_dim);
+    int64_t attention = c->head_dim + (min_int(c->window, ctx) + windows) * c->n_heads,
+            widest = max_int(c->head_dim, c->index_dim);
     int64_t others = 3 * widest + c->rope_dim + c->index_heads + widest;
     return (size_t)(attention > others ? attention : others) + 64;
 }
 
 static int scratch_new(scratch *s, const config *c, int rows, int threads, int ctx, bool head) {
-    size_t n = (size_t)rows, dim = (size_t)c->dim, streams = dim * (size_t)c->n_streams, heads = (size_t)c->n_heads * (size_t)c->head_dim, used = n * (size_t)c->n_used, ff = 0;
+    size_t n = (size_t)rows, dim = (size_t)c->dim, streams = dim * (size_t)c->n_streams,
+           heads = (size_t)c->n_heads * (size_t)c->head_dim, used = n * (size_t)c->n_used, ff = 0;
     for (int i = 0; i <= c->n_layers; i++) ff = (size_t)c->expert_ff[i] > ff ? (size_t)c->expert_ff[i] : ff;
     size_t shared = ff * (size_t)c->n_shared, index = (size_t)c->index_dim, slots = used > n ? used : n;
     s->rows = rows;
     s->index_group = min_int(rows, max_int(2 * threads, DS4_MAX_DRAFT + 1));
-    struct { float **to; size_t count; } floats[] = {
-        {&s->x, n * streams}, {&s->x_next, n * streams}, {&s->mix_in, n * streams}, {&s->mix, n * (size_t)(c->n_streams * (2 + c->n_streams))}, {&s->y, n * dim}, {&s->out, n * dim},
-        {&s->rope, n * (size_t)c->rope_dim}, {&s->rope_compressed, n * (size_t)c->rope_dim}, {&s->qr, n * (size_t)c->q_rank}, {&s->q, n * heads}, {&s->kv, n * (size_t)c->head_dim},
-        {&s->comp_kv, 2 * n * (size_t)c->head_dim}, {&s->comp_gate, 2 * n * (size_t)c->head_dim}, {&s->index_kv, 2 * n * index}, {&s->index_gate, 2 * n * index},
-        {&s->index_q, n * (size_t)c->index_heads * index}, {&s->index_w, n * (size_t)c->index_heads}, {&s->index_scores, index ? (size_t)s->index_group * (size_t)(ctx / 4 + 1) : 1},
-        {&s->attended, n * heads}, {&s->low, n * (size_t)c->o_groups * (size_t)c->o_rank}, {&s->scores, n * (size_t)c->n_experts}, {&s->pick_weights, used}, {&s->gate, used * ff}, {&s->up, used * ff},
-        {&s->down, used * dim}, {&s->shared_gate, n * shared}, {&s->shared_up, n * shared}, {&s->head_e, head ? n * dim : 1}, {&s->head_norm, head ? n * streams : 1}};
+    struct {
+        float **to;
+        size_t count;
+    } floats[] = {{&s->x, n * streams},
+                  {&s->x_next, n * streams},
+                  {&s->mix_in, n * streams},
+                  {&s->mix, n * (size_t)(c->n_streams * (2 + c->n_streams))},
+                  {&s->y, n * dim},
+                  {&s->out, n * dim},
+                  {&s->rope, n * (size_t)c->rope_dim},
+                  {&s->rope_compressed, n * (size_t)c->rope_dim},
+                  {&s->qr, n * (size_t)c->q_rank},
+                  {&s->q, n * heads},
+                  {&s->kv, n * (size_t)c->head_dim},
+                  {&s->comp_kv, 2 * n * (size_t)c->head_dim},
+                  {&s->comp_gate, 2 * n * (size_t)c->head_dim},
+                  {&s->index_kv, 2 * n * index},
+                  {&s->index_gate, 2 * n * index},
+                  {&s->index_q, n * (size_t)c->index_heads * index},
+                  {&s->index_w, n * (size_t)c->index_heads},
+                  {&s->index_scores, index ? (size_t)s->index_group * (size_t)(ctx / 4 + 1) : 1},
+                  {&s->attended, n * heads},
+                  {&s->low, n * (size_t)c->o_groups * (size_t)c->o_rank},
+                  {&s->scores, n * (size_t)c->n_experts},
+                  {&s->pick_weights, used},
+                  {&s->gate, used * ff},
+                  {&s->up, used * ff},
+                  {&s->down, used * dim},
+                  {&s->shared_gate, n * shared},
+                  {&s->shared_up, n * shared},
+                  {&s->head_e, head ? n * dim : 1},
+                  {&s->head_norm, head ? n * streams : 1}};
     for (size_t i = 0; i < sizeof floats / sizeof *floats; i++)
         if (!(*floats[i].to = scratch_part(s, floats[i].count, sizeof(float)))) return -1;
-    struct { int32_t **to; size_t count; } ints[] = {{&s->selected, n * (size_t)max_int(1, min_int(c->index_top_k, ctx / 4))}, {&s->group_rows, n * (size_t)c->o_groups}, {&s->picks, used}, {&s->slots, used},
-        {&s->slot_rows, used}, {&s->expert_start, (size_t)c->n_experts + 1}, {&s->iota, slots}};
+    struct {
+        int32_t **to;
+        size_t count;
+    } ints[] = {{&s->selected, n * (size_t)max_int(1, min_int(c->index_top_k, ctx / 4))},
+                {&s->group_rows, n * (size_t)c->o_groups},
+                {&s->picks, used},
+                {&s->slots, used},
+                {&s->slot_rows, used},
+                {&s->expert_start, (size_t)c->n_experts + 1},
+                {&s->iota, slots}};
     for (size_t i = 0; i < sizeof ints / sizeof *ints; i++)
         if (!(*ints[i].to = scratch_part(s, ints[i].count, sizeof(int32_t)))) return -1;
     for (size_t i = 0; i < slots; i++) s->iota[i] = (int32_t)i;
-    if (!(s->list = scratch_part(s, (size_t)(2 * c->n_experts + 8 + c->o_groups), sizeof *s->list)) || !(s->thread_room = scratch_part(s, (size_t)threads, sizeof *s->thread_room))) return -1;
+    if (!(s->list = scratch_part(s, (size_t)(2 * c->n_experts + 8 + c->o_groups), sizeof *s->list)) ||
+        !(s->thread_room = scratch_part(s, (size_t)threads, sizeof *s->thread_room)))
+        return -1;
     s->thread_floats = thread_floats(c, ctx);
     for (int i = 0; i < threads; i++)
         if (!(s->thread_room[i] = mem_array(s->thread_floats, sizeof(float)))) return -1;
     s->bytes += (int64_t)(s->thread_floats * sizeof(float)) * threads;
-    return scratch_input(s, &s->in_mix, (int64_t)streams, rows) || scratch_input(s, &s->in_y, c->dim, rows) || scratch_input(s, &s->in_qr, c->q_rank, rows) ||
-           scratch_input(s, &s->in_heads, (int64_t)heads / c->o_groups, rows * c->o_groups) || scratch_input(s, &s->in_low, (int64_t)c->o_groups * c->o_rank, rows) ||
-           scratch_input(s, &s->in_act, (int64_t)ff, (int)used) || scratch_input(s, &s->in_shared, (int64_t)shared, rows) ||
-           (head && (scratch_input(s, &s->in_e, c->dim, rows) || scratch_input(s, &s->in_h, c->dim, rows * c->n_streams))) ? -1 : 0;
+    return scratch_input(s, &s->in_mix, (int64_t)streams, rows) || scratch_input(s, &s->in_y, c->dim, rows) ||
+                   scratch_input(s, &s->in_qr, c->q_rank, rows) ||
+                   scratch_input(s, &s->in_heads, (int64_t)heads / c->o_groups, rows * c->o_groups) ||
+                   scratch_input(s, &s->in_low, (int64_t)c->o_groups * c->o_rank, rows) ||
+                   scratch_input(s, &s->in_act, (int64_t)ff, (int)used) ||
+                   scratch_input(s, &s->in_shared, (int64_t)shared, rows) ||
+                   (head &&
+                    (scratch_input(s, &s->in_e, c->dim, rows) || scratch_input(s, &s->in_h, c->dim, rows * c->n_streams)))
+               ? -1
+               : 0;
 }
 
 static void scratch_free(scratch *s, int threads) {
     for (int i = 0; s->thread_room && i < threads; i++) mem_free(s->thread_room[i]);
     for (int i = 0; i < s->n_owned; i++) mem_free(s->owned[i]);
-    input *inputs[] = {&s->in_mix, &s->in_y, &s->in_qr, &s->in_heads, &s->in_low, &s->in_act, &s->in_shared, &s->in_e, &s->in_h};
+    input *inputs[] = {&s->in_mix, &s->in_y,      &s->in_qr, &s->in_heads, &s->in_low,
+                       &s->in_act, &s->in_shared, &s->in_e,  &s->in_h};
     for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) input_free(inputs[i]);
 }
 
@@ -5077,14 +5329,17 @@ static void head_inputs(ds4_engine *e, const pass_row *rows, int n, const float 
         float *embedding = s->head_e + (int64_t)r * c->dim;
         embed_row(e, rows[r].token, embedding);
         rms_norm(k, c->dim, embedding, h->enorm, c->norm_eps, embedding);
-        for (int i = 0; i < c->n_streams; i++) rms_norm(k, c->dim, streams[r] + (int64_t)i * c->dim, h->hnorm, c->norm_eps, s->head_norm + ((int64_t)r * c->n_streams + i) * c->dim);
+        for (int i = 0; i < c->n_streams; i++)
+            rms_norm(k, c->dim, streams[r] + (int64_t)i * c->dim, h->hnorm, c->norm_eps,
+                     s->head_norm + ((int64_t)r * c->n_streams + i) * c->dim);
     }
     input_set(&s->in_e, s->head_e, n);
     input_set(&s->in_h, s->head_norm, n * c->n_streams);
     product list[] = {product_of(&h->e_proj, &s->in_e, s->out), product_of(&h->h_proj, &s->in_h, s->x)};
     products(&e->dev, list, 2);
     for (int r = 0; r < n; r++)
-        for (int i = 0; i < c->n_streams; i++) k->axpy(c->dim, 1.0f, s->out + (int64_t)r * c->dim, s->x + ((int64_t)r * c->n_streams + i) * c->dim);
+        for (int i = 0; i < c->n_streams; i++)
+            k->axpy(c->dim, 1.0f, s->out + (int64_t)r * c->dim, s->x + ((int64_t)r * c->n_streams + i) * c->dim);
 }
 
 /* Runs head rows; the output streams are in e->s.x. kv_only: what later rows see of them and no more. */
@@ -5102,7 +5357,9 @@ static void head_forward(ds4_engine *e, const pass_row *rows, int n, const float
     store_kv(&p);
 }
 
-static void head_logits(ds4_engine *e, int n, float *out) { output_logits(e, e->s.x, n, &e->model->head.collapse, e->model->head.norm, out); }
+static void head_logits(ds4_engine *e, int n, float *out) {
+    output_logits(e, e->s.x, n, &e->model->head.collapse, e->model->head.norm, out);
+}
 
 /* Head rows from..to-1 from the target's streams; their tokens q + 1 are the session's. out: their logits, or NULL for kv only. */
 static void head_rows(ds4_session *s, int from, int to, float *out) {
@@ -5139,7 +5396,7 @@ static void head_catch_up(ds4_session *s, int to) {
  * tokens; what was made of others is void. */
 struct drafter {
     int (*propose)(ds4_session *s, void *ctx, int token, int k, int *out, float *lead);
-    void (*settle)(ds4_session *s, void *ctx, int position);    /* may be NULL */
+    void (*settle)(ds4_session *s, void *ctx, int position); /* may be NULL */
 };
 
 /* How far logit `id` is above the best of the others: negative if it is not the best. */
@@ -5154,7 +5411,7 @@ static float lead_of(const kernels *k, int n, const float *z, int id) {
 static int head_propose(ds4_session *s, void *ctx, int token, int k, int *out, float *lead) {
     ds4_engine *e = s->engine;
     (void)ctx;
-    if (s->position == 0) return 0;     /* no streams yet */
+    if (s->position == 0) return 0; /* no streams yet */
     double start = now_ms();
     head_catch_up(s, s->position - 1);
     s->stats.repair_ms += now_ms() - start;
@@ -5166,7 +5423,7 @@ static int head_propose(ds4_session *s, void *ctx, int token, int k, int *out, f
         s->stats.head_passes++;
         head_logits(e, 1, e->draft_logits);
         int64_t best = e->dev.k->argmax(V, e->draft_logits);
-        if (n == 0) s->head_to = s->position;   /* the first row is made of the target's streams and stays */
+        if (n == 0) s->head_to = s->position; /* the first row is made of the target's streams and stays */
         if (best < 0 || ds4_session_is_stop(s, (int)best)) break;
         out[n] = (int)best;
         if (e->conf_log) lead[n] = lead_of(e->dev.k, V, e->draft_logits, out[n]);
@@ -5187,23 +5444,30 @@ static const drafter mtp_drafter = {head_propose, NULL};
 
 typedef struct {
     ds4_session *s;
-    int token, max;             /* asked for */
+    int token, max; /* asked for */
     int drafts[DS4_MAX_DRAFT];
     float leads[DS4_MAX_DRAFT]; /* the drafter's */
-    int k, accepted, first;     /* drafts; of them accepted; the cycle's first row in the pass */
+    int k, accepted, first; /* drafts; of them accepted; the cycle's first row in the pass */
 } cycle;
 
 static void engine_log(const ds4_engine *e, const char *text) {
     if (e->log) e->log(e->callback_ctx, text);
 }
 
-static int session_non_finite(int position) { return fail("non-finite logits at position %d: the weights, or what they compute there, are not finite numbers", position); }
+static int session_non_finite(int position) {
+    return fail("non-finite logits at position %d: the weights, or what they compute there, are not finite numbers", position);
+}
 
 static void log_draft(const cycle *c, int i, float lead, bool match, bool kept) {
     char line[200];
-    snprintf(line, sizeof line, "mtp: position %d draft %d target %d head-lead %.4f target-lead %.4f margin %g %s", c->s->position + 1 + i, c->drafts[i],
-             (int)c->s->engine->dev.k->argmax(c->s->engine->model->c.n_vocab, c->s->logits + (int64_t)i * c->s->engine->model->c.n_vocab), (double)c->leads[i], (double)lead,
-             (double)c->s->margin, kept ? "accepted" : match ? "below-margin" : "rejected");
+    snprintf(line, sizeof line, "mtp: position %d draft %d target %d head-lead %.4f target-lead %.4f margin %g %s",
+             c->s->position + 1 + i, c->drafts[i],
+             (int)c->s->engine->dev.k->argmax(c->s->engine->model->c.n_vocab,
+                                              c->s->logits + (int64_t)i * c->s->engine->model->c.n_vocab),
+             (double)c->leads[i], (double)lead, (double)c->s->margin,
+             kept    ? "accepted"
+             : match ? "below-margin"
+                     : "rejected");
     engine_log(c->s->engine, line);
 }
 
@@ -5217,7 +5481,8 @@ static int accept(cycle *c) {
     for (i = 0; i < c->k; i++) {
         const float *z = s->logits + (int64_t)i * V;
         bool match = k->argmax(V, z) == c->drafts[i];
-        float lead = match || s->engine->conf_log ? (s->margin > 0 || s->engine->conf_log ? lead_of(k, V, z, c->drafts[i]) : 0) : 0;
+        float lead =
+            match || s->engine->conf_log ? (s->margin > 0 || s->engine->conf_log ? lead_of(k, V, z, c->drafts[i]) : 0) : 0;
         bool keep = match && lead >= s->margin && k->all_finite(V, z + V);
         if (s->engine->conf_log) log_draft(c, i, lead, match, keep);
         s->stats.below_margin += match && lead < s->margin;
@@ -5353,7 +5618,8 @@ static double uniform(uint64_t seed, uint64_t position, uint64_t id) {
 }
 
 static int check_gen(const ds4_gen *g) {
-    if (!(g->temperature >= 0 && g->temperature <= 100)) return fail("temperature is %g; expected 0 to 100", (double)g->temperature);
+    if (!(g->temperature >= 0 && g->temperature <= 100))
+        return fail("temperature is %g; expected 0 to 100", (double)g->temperature);
     if (g->top_k < 0) return fail("top_k is %d; expected 0 or more", g->top_k);
     if (!(g->top_p > 0 && g->top_p <= 1)) return fail("top_p is %g; expected above 0, at most 1", (double)g->top_p);
     if (!(g->min_p >= 0 && g->min_p <= 1)) return fail("min_p is %g; expected 0 to 1", (double)g->min_p);
@@ -5408,7 +5674,12 @@ static double log_sum_exp(const float *z, int n) {
  * ========================================================================================================================== */
 
 ds4_cfg ds4_default_cfg(void) {
-    return (ds4_cfg){.mtp_draft = 1, .mtp_margin = 3.0f, .gen = {.temperature = 0, .top_p = 1}, .kv_type = DS4_KV_F16, .prefill_chunk = 256, .max_rewind = 64};
+    return (ds4_cfg){.mtp_draft = 1,
+                     .mtp_margin = 3.0f,
+                     .gen = {.temperature = 0, .top_p = 1},
+                     .kv_type = DS4_KV_F16,
+                     .prefill_chunk = 256,
+                     .max_rewind = 64};
 }
 
 /* ---- engine ---- */
@@ -5416,13 +5687,18 @@ ds4_cfg ds4_default_cfg(void) {
 static int check_cfg(const ds4_cfg *cfg) {
     if (!cfg->model_path) return fail("model_path is missing");
     if (cfg->mtp_path && cfg->mtp_internal) return fail("mtp_path and mtp_internal exclude each other: one head at a time");
-    if (cfg->mtp_draft < 0 || cfg->mtp_draft > DS4_MAX_DRAFT) return fail("mtp_draft is %d; expected 0 to %d", cfg->mtp_draft, DS4_MAX_DRAFT);
-    if (!(cfg->mtp_margin >= 0 && cfg->mtp_margin <= 1000)) return fail("mtp_margin is %g; expected 0 to 1000", (double)cfg->mtp_margin);
-    if (cfg->threads < 0 || cfg->threads > MAX_THREADS) return fail("threads is %d; expected 0 (all processors) to %d", cfg->threads, MAX_THREADS);
+    if (cfg->mtp_draft < 0 || cfg->mtp_draft > DS4_MAX_DRAFT)
+        return fail("mtp_draft is %d; expected 0 to %d", cfg->mtp_draft, DS4_MAX_DRAFT);
+    if (!(cfg->mtp_margin >= 0 && cfg->mtp_margin <= 1000))
+        return fail("mtp_margin is %g; expected 0 to 1000", (double)cfg->mtp_margin);
+    if (cfg->threads < 0 || cfg->threads > MAX_THREADS)
+        return fail("threads is %d; expected 0 (all processors) to %d", cfg->threads, MAX_THREADS);
     if (cfg->ctx < 0) return fail("ctx is %d; expected 0 or more", cfg->ctx);
-    if (cfg->prefill_chunk < 1 || cfg->prefill_chunk > 4096) return fail("prefill_chunk is %d; expected 1 to 4096", cfg->prefill_chunk);
+    if (cfg->prefill_chunk < 1 || cfg->prefill_chunk > 4096)
+        return fail("prefill_chunk is %d; expected 1 to 4096", cfg->prefill_chunk);
     if (cfg->max_rewind < 0) return fail("max_rewind is %d; expected 0 or more", cfg->max_rewind);
-    if (cfg->kv_type != DS4_KV_F32 && cfg->kv_type != DS4_KV_F16 && cfg->kv_type != DS4_KV_FP8) return fail("kv_type is %d; expected DS4_KV_F32, DS4_KV_F16 or DS4_KV_FP8", (int)cfg->kv_type);
+    if (cfg->kv_type != DS4_KV_F32 && cfg->kv_type != DS4_KV_F16 && cfg->kv_type != DS4_KV_FP8)
+        return fail("kv_type is %d; expected DS4_KV_F32, DS4_KV_F16 or DS4_KV_FP8", (int)cfg->kv_type);
     return check_gen(&cfg->gen);
 }
 
@@ -5439,9 +5715,13 @@ static int load_tokenizer(ds4_engine *e, bool ids_only) {
     if (!gguf_meta(g, "tokenizer.ggml.tokens")) return ids_only ? 0 : fail("%s: key tokenizer.ggml.tokens is missing", g->path);
     const meta *tokens = gguf_meta(g, "tokenizer.ggml.tokens"), *merges = gguf_meta(g, "tokenizer.ggml.merges");
     if (tokens->array && tokens->count != (uint64_t)e->model->c.n_vocab)
-        return fail("%s: key tokenizer.ggml.tokens has %llu tokens, the vocabulary has %d", g->path, (unsigned long long)tokens->count, e->model->c.n_vocab);
-    if (merges && merges->count > MAX_VOCAB) return fail("%s: key tokenizer.ggml.merges has %llu merges; expected at most %d", g->path, (unsigned long long)merges->count, MAX_VOCAB);
-    if (!(e->token_list = meta_strings(g, "tokenizer.ggml.tokens", &n))) return n ? -1 : fail("%s: key tokenizer.ggml.tokens: expected an array of strings", g->path);
+        return fail("%s: key tokenizer.ggml.tokens has %llu tokens, the vocabulary has %d", g->path,
+                    (unsigned long long)tokens->count, e->model->c.n_vocab);
+    if (merges && merges->count > MAX_VOCAB)
+        return fail("%s: key tokenizer.ggml.merges has %llu merges; expected at most %d", g->path,
+                    (unsigned long long)merges->count, MAX_VOCAB);
+    if (!(e->token_list = meta_strings(g, "tokenizer.ggml.tokens", &n)))
+        return n ? -1 : fail("%s: key tokenizer.ggml.tokens: expected an array of strings", g->path);
     e->merge_list = meta_strings(g, "tokenizer.ggml.merges", &n_merges);
     if (!e->merge_list && n_merges) return -1;
     const meta *types = gguf_meta(g, "tokenizer.ggml.token_type"), *add_bos = gguf_meta(g, "tokenizer.ggml.add_bos_token");
@@ -5449,10 +5729,18 @@ static int load_tokenizer(ds4_engine *e, bool ids_only) {
         return fail("%s: key tokenizer.ggml.token_type: expected %zu int32 values, one for each token", g->path, n);
     if (types && !(e->token_types = mem_array(n, sizeof(int32_t)))) return -1;
     if (types) memcpy(e->token_types, types->value, n * sizeof(int32_t));
-    tok_source source = {.tokens = e->token_list, .n_tokens = n, .types = e->token_types, .merges = e->merge_list, .n_merges = n_merges, .model = meta_string(g, "tokenizer.ggml.model"),
-        .pre = meta_string(g, "tokenizer.ggml.pre"), .chat_template = meta_string(g, "tokenizer.chat_template"), .bos = special_token(g, "tokenizer.ggml.bos_token_id", e->model->c.n_vocab),
-        .eos = special_token(g, "tokenizer.ggml.eos_token_id", e->model->c.n_vocab), .pad = special_token(g, "tokenizer.ggml.padding_token_id", e->model->c.n_vocab),
-        .add_bos = add_bos && !add_bos->array && meta_is_number(add_bos) && meta_number(add_bos, 0) != 0};
+    tok_source source = {.tokens = e->token_list,
+                         .n_tokens = n,
+                         .types = e->token_types,
+                         .merges = e->merge_list,
+                         .n_merges = n_merges,
+                         .model = meta_string(g, "tokenizer.ggml.model"),
+                         .pre = meta_string(g, "tokenizer.ggml.pre"),
+                         .chat_template = meta_string(g, "tokenizer.chat_template"),
+                         .bos = special_token(g, "tokenizer.ggml.bos_token_id", e->model->c.n_vocab),
+                         .eos = special_token(g, "tokenizer.ggml.eos_token_id", e->model->c.n_vocab),
+                         .pad = special_token(g, "tokenizer.ggml.padding_token_id", e->model->c.n_vocab),
+                         .add_bos = add_bos && !add_bos->array && meta_is_number(add_bos) && meta_number(add_bos, 0) != 0};
     e->base_model = !source.chat_template.p;
     e->bos = source.bos;
     e->eos = source.eos;
@@ -5467,15 +5755,18 @@ static int load_tokenizer(ds4_engine *e, bool ids_only) {
 
 static int lock_memory(const gguf *g) {
     for (int i = 0; g && i < g->n_parts; i++)
-        if (mlock(g->parts[i].map, g->parts[i].size)) return fail("%s: cannot lock %zu bytes in memory: %s (see ulimit -l)", g->path, g->parts[i].size, strerror(errno));
+        if (mlock(g->parts[i].map, g->parts[i].size))
+            return fail("%s: cannot lock %zu bytes in memory: %s (see ulimit -l)", g->path, g->parts[i].size, strerror(errno));
     return 0;
 }
 
 static int check_sizes(const ds4_engine *e, const ds4_cfg *cfg) {
     const config *c = &e->model->c;
-    if (cfg->ctx > c->context_length) return fail("ctx is %d; %s was made for at most %d", cfg->ctx, e->model_path, c->context_length);
+    if (cfg->ctx > c->context_length)
+        return fail("ctx is %d; %s was made for at most %d", cfg->ctx, e->model_path, c->context_length);
     if (e->kv_type == DS4_KV_FP8 && (c->head_dim - c->rope_dim) % 64)
-        return fail("kv type fp8 needs rows whose part without rotation is a multiple of 64; %s has %d", e->model_path, c->head_dim - c->rope_dim);
+        return fail("kv type fp8 needs rows whose part without rotation is a multiple of 64; %s has %d", e->model_path,
+                    c->head_dim - c->rope_dim);
     return 0;
 }
 
@@ -5497,8 +5788,11 @@ static int engine_start(ds4_engine *e, const ds4_cfg *cfg) {
     e->sizes = (row_sizes){kv_row_bytes(c, e->kv_type), index_row_bytes(c, e->kv_type), (size_t)c->n_streams * (size_t)c->dim};
     int threads = cfg->threads ? cfg->threads : cpu_count(), rows = max_int(e->chunk, DS4_MAX_DRAFT + 1);
     if (!(e->dev.pool = pool_new(threads)) || scratch_new(&e->s, c, rows, threads, e->ctx, e->model->has_head)) return -1;
-    if (!(e->row_room = mem_array((size_t)rows, sizeof *e->row_room)) || !(e->stream_room = mem_array((size_t)rows, sizeof *e->stream_room)) ||
-        !(e->draft_logits = mem_array((size_t)c->n_vocab, sizeof(float))) || !(e->candidates = mem_array((size_t)c->n_vocab, sizeof *e->candidates))) return -1;
+    if (!(e->row_room = mem_array((size_t)rows, sizeof *e->row_room)) ||
+        !(e->stream_room = mem_array((size_t)rows, sizeof *e->stream_room)) ||
+        !(e->draft_logits = mem_array((size_t)c->n_vocab, sizeof(float))) ||
+        !(e->candidates = mem_array((size_t)c->n_vocab, sizeof *e->candidates)))
+        return -1;
     if (e->progress) e->progress(e->callback_ctx, "load", 1, 1);
     return 0;
 }
@@ -5534,7 +5828,8 @@ void ds4_engine_free(ds4_engine *e) {
     scratch_free(&e->s, e->dev.pool ? e->dev.pool->threads : 0);
     pool_free(e->dev.pool);
     tok_free(e->tokens);
-    void *parts[] = {e->token_list, e->merge_list, e->token_types, e->model_path, e->head_path, e->name, e->row_room, e->stream_room, e->draft_logits, e->candidates};
+    void *parts[] = {e->token_list, e->merge_list, e->token_types, e->model_path,   e->head_path,
+                     e->name,       e->row_room,   e->stream_room, e->draft_logits, e->candidates};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) mem_free(parts[i]);
     model_free(e->model);
     pthread_mutex_destroy(&e->run);
@@ -5545,7 +5840,8 @@ static int session_slack(const ds4_engine *e) { return max_int(e->chunk, DS4_MAX
 
 static int64_t session_total(const ds4_engine *e) {
     const config *c = &e->model->c;
-    int64_t bytes = (int64_t)(session_slack(e) + min_int(c->window, e->ctx)) * (int64_t)e->sizes.streams * 4 + (int64_t)c->n_vocab * 4 * (DS4_MAX_DRAFT + 1) + (int64_t)e->ctx * 4;
+    int64_t bytes = (int64_t)(session_slack(e) + min_int(c->window, e->ctx)) * (int64_t)e->sizes.streams * 4 +
+                    (int64_t)c->n_vocab * 4 * (DS4_MAX_DRAFT + 1) + (int64_t)e->ctx * 4;
     for (int i = 0; i <= c->n_layers; i++) {
         cache sizes = cache_sizes(c, c->ratio[i], e->ctx, session_slack(e));
         if (i < c->n_layers || e->model->has_head) bytes += cache_bytes(c, &sizes, e->kv_type);
@@ -5562,21 +5858,55 @@ static int64_t file_total(const gguf *g) {
 ds4_info ds4_engine_info(const ds4_engine *e) {
     const config *c = &e->model->c;
     const model *m = e->model;
-    return (ds4_info){.model_path = e->model_path, .mtp_path = e->head_path ? e->head_path : m->has_head ? e->model_path : NULL, .name = e->name, .isa = e->dev.k->name, .layers = c->n_layers, .embd = c->dim,
-        .heads = c->n_heads, .head_dim = c->head_dim, .rope_dim = c->rope_dim, .vocab = c->n_vocab, .streams = c->n_streams, .window = c->window, .experts = c->n_experts, .experts_used = c->n_used,
-        .expert_ff = c->expert_ff[0], .hash_layers = c->n_hash, .context_length = c->context_length, .ctx = e->ctx, .threads = e->dev.pool->threads, .prefill_chunk = e->chunk, .max_rewind = e->max_rewind,
-        .kv_type = e->kv_type, .has_head = m->has_head, .file_has_head = m->file_has_head, .base_model = e->base_model, .template_is_v4 = e->tokens && tok_template_is_v4(e->tokens), .bos = e->bos, .eos = e->eos,
-        .file_bytes = file_total(m->file), .head_file_bytes = file_total(m->head_file), .weight_bytes = m->weight_bytes, .head_weight_bytes = m->head_weight_bytes, .scratch_bytes = e->s.bytes,
-        .session_bytes = session_total(e)};
+    return (ds4_info){.model_path = e->model_path,
+                      .mtp_path = e->head_path  ? e->head_path
+                                  : m->has_head ? e->model_path
+                                                : NULL,
+                      .name = e->name,
+                      .isa = e->dev.k->name,
+                      .layers = c->n_layers,
+                      .embd = c->dim,
+                      .heads = c->n_heads,
+                      .head_dim = c->head_dim,
+                      .rope_dim = c->rope_dim,
+                      .vocab = c->n_vocab,
+                      .streams = c->n_streams,
+                      .window = c->window,
+                      .experts = c->n_experts,
+                      .experts_used = c->n_used,
+                      .expert_ff = c->expert_ff[0],
+                      .hash_layers = c->n_hash,
+                      .context_length = c->context_length,
+                      .ctx = e->ctx,
+                      .threads = e->dev.pool->threads,
+                      .prefill_chunk = e->chunk,
+                      .max_rewind = e->max_rewind,
+                      .kv_type = e->kv_type,
+                      .has_head = m->has_head,
+                      .file_has_head = m->file_has_head,
+                      .base_model = e->base_model,
+                      .template_is_v4 = e->tokens && tok_template_is_v4(e->tokens),
+                      .bos = e->bos,
+                      .eos = e->eos,
+                      .file_bytes = file_total(m->file),
+                      .head_file_bytes = file_total(m->head_file),
+                      .weight_bytes = m->weight_bytes,
+                      .head_weight_bytes = m->head_weight_bytes,
+                      .scratch_bytes = e->s.bytes,
+                      .session_bytes = session_total(e)};
 }
 
 int ds4_engine_tensor(const ds4_engine *e, int64_t i, ds4_tensor_info *out) {
     const gguf *g = e->model->file;
     int64_t n = (int64_t)g->n_tensors, heads = e->model->head_file ? (int64_t)e->model->head_file->n_tensors : 0;
-    if (i < 0 || i >= n + heads) return fail("tensor %lld does not exist; there are %lld", (long long)i, (long long)(n + heads));
+    if (i < 0 || i >= n + heads)
+        return fail("tensor %lld does not exist; there are %lld", (long long)i, (long long)(n + heads));
     const tensor *t = i < n ? &g->tensors[i] : &e->model->head_file->tensors[i - n];
     static const char unknown[] = "unknown";
-    *out = (ds4_tensor_info){.type = type_name(t->type) ? type_name(t->type) : unknown, .n_dims = t->n_dims, .bytes = (int64_t)t->bytes, .head = i >= n};
+    *out = (ds4_tensor_info){.type = type_name(t->type) ? type_name(t->type) : unknown,
+                             .n_dims = t->n_dims,
+                             .bytes = (int64_t)t->bytes,
+                             .head = i >= n};
     size_t length = t->name.n < sizeof out->name - 1 ? t->name.n : sizeof out->name - 1;
     memcpy(out->name, t->name.p, length);
     out->name[length] = 0;
@@ -5594,7 +5924,8 @@ int ds4_engine_meta(const ds4_engine *e, const char *key, char *out, size_t n) {
         snprintf(out, n, "%.*s", (int)(text.n < INT_MAX ? text.n : INT_MAX), text.p);
     } else if (meta_is_number(m) && m->count) {
         size_t at = 0;
-        for (uint64_t i = 0; i < m->count && at < n; i++) at += (size_t)snprintf(out + at, n - at, "%s%.10g", i ? " " : "", meta_number(m, i));
+        for (uint64_t i = 0; i < m->count && at < n; i++)
+            at += (size_t)snprintf(out + at, n - at, "%s%.10g", i ? " " : "", meta_number(m, i));
     } else snprintf(out, n, "%llu values", (unsigned long long)m->count);
     return 0;
 }
@@ -5629,9 +5960,7 @@ const char *ds4_token_piece(const ds4_engine *e, int token, size_t *n) {
     return p;
 }
 
-int ds4_token_id(const ds4_engine *e, const char *text) {
-    return e->tokens ? tok_id(e->tokens, str_of(text)) : -1;
-}
+int ds4_token_id(const ds4_engine *e, const char *text) { return e->tokens ? tok_id(e->tokens, str_of(text)) : -1; }
 
 bool ds4_token_is_eos(const ds4_engine *e, int token) { return token >= 0 && token == e->eos; }
 
@@ -5639,9 +5968,14 @@ int64_t ds4_chat(const ds4_engine *e, const ds4_message *messages, size_t n, ds4
     if (need_tokenizer(e)) return -1;
     chat_message *list = mem_array(n + 1, sizeof *list);
     if (!list) return -1;
-    for (size_t i = 0; i < n; i++) list[i] = (chat_message){.role = messages[i].role, .content = messages[i].content, .reasoning = messages[i].reasoning};
+    for (size_t i = 0; i < n; i++)
+        list[i] = (chat_message){.role = messages[i].role, .content = messages[i].content, .reasoning = messages[i].reasoning};
     ids result = {0};
-    int failed = tok_chat(e->tokens, list, n, think == DS4_THINK_MAX ? THINK_MAX : think == DS4_THINK_ON ? THINK_ON : THINK_OFF, true, &result);
+    int failed = tok_chat(e->tokens, list, n,
+                          think == DS4_THINK_MAX  ? THINK_MAX
+                          : think == DS4_THINK_ON ? THINK_ON
+                                                  : THINK_OFF,
+                          true, &result);
     mem_free(list);
     return give_ids(&result, failed, out, cap);
 }
@@ -5667,9 +6001,12 @@ static ds4_session *session_new(ds4_engine *e) {
     s->stream_need = min_int(c->window, s->ctx);
     s->stream_ring = s->stream_need + session_slack(e);
     if (e->model->has_head) session_set_drafter(s, &mtp_drafter, NULL);
-    if (!(s->caches = mem_array((size_t)c->n_layers + 1, sizeof *s->caches)) || !(s->tokens = mem_array((size_t)s->ctx + DS4_MAX_DRAFT + 1, sizeof(int))) ||
-        !(s->streams = mem_array((size_t)s->stream_ring * e->sizes.streams, sizeof(float))) || !(s->head_streams = mem_array(e->sizes.streams, sizeof(float))) ||
-        !(s->logits = mem_array((size_t)(DS4_MAX_DRAFT + 1) * (size_t)c->n_vocab, sizeof(float)))) goto bad;
+    if (!(s->caches = mem_array((size_t)c->n_layers + 1, sizeof *s->caches)) ||
+        !(s->tokens = mem_array((size_t)s->ctx + DS4_MAX_DRAFT + 1, sizeof(int))) ||
+        !(s->streams = mem_array((size_t)s->stream_ring * e->sizes.streams, sizeof(float))) ||
+        !(s->head_streams = mem_array(e->sizes.streams, sizeof(float))) ||
+        !(s->logits = mem_array((size_t)(DS4_MAX_DRAFT + 1) * (size_t)c->n_vocab, sizeof(float))))
+        goto bad;
     for (int i = 0; i < c->n_layers + (e->model->has_head ? 1 : 0); i++)
         if (cache_new(&s->caches[i], c, c->ratio[i], s->ctx, session_slack(e), e->kv_type)) goto bad;
     pthread_mutex_lock(&e->run);
@@ -5745,13 +6082,15 @@ static int eval_chunk(ds4_session *s, const int *tokens, int n, bool last, float
 
 int ds4_session_eval_logits(ds4_session *s, const int *tokens, size_t n, float *out) {
     const ds4_engine *e = s->engine;
-    if (n > (size_t)(s->ctx - s->position)) return fail("%zu tokens at position %d do not fit a context of %d", n, s->position, s->ctx);
+    if (n > (size_t)(s->ctx - s->position))
+        return fail("%zu tokens at position %d do not fit a context of %d", n, s->position, s->ctx);
     for (size_t i = 0; i < n; i++)
         if (check_token(s, tokens[i])) return -1;
     for (size_t at = 0; at < n;) {
         if (atomic_load(&s->cancel)) return fail("cancelled at position %d", s->position);
         int chunk = (int)(n - at < (size_t)e->chunk ? n - at : (size_t)e->chunk);
-        if (eval_chunk(s, tokens + at, chunk, at + (size_t)chunk == n, out ? out + at * (size_t)e->model->c.n_vocab : NULL)) return -1;
+        if (eval_chunk(s, tokens + at, chunk, at + (size_t)chunk == n, out ? out + at * (size_t)e->model->c.n_vocab : NULL))
+            return -1;
         at += (size_t)chunk;
         if (e->progress && n > (size_t)e->chunk) e->progress(e->callback_ctx, "prompt", (int64_t)at, (int64_t)n);
     }
@@ -5765,7 +6104,8 @@ int ds4_session_rewind_floor(const ds4_session *s) { return max_int(1, s->floor)
 int ds4_session_head_logits(ds4_session *s, int from, int to, float *out) {
     ds4_engine *e = s->engine;
     if (!e->model->has_head) return fail("no MTP head is loaded");
-    if (from < 0 || from > to || to > s->position - 1) return fail("head rows %d to %d: expected rows below %d, whose next token is known", from, to, s->position - 1);
+    if (from < 0 || from > to || to > s->position - 1)
+        return fail("head rows %d to %d: expected rows below %d, whose next token is known", from, to, s->position - 1);
     int first = s->written - s->stream_ring + s->stream_need - 1;
     if (from < first) return fail("head rows from %d: rows from %d on can still be made", from, first);
     pthread_mutex_lock(&e->run);
@@ -5848,7 +6188,9 @@ double ds4_session_logprob(ds4_session *s, int token) {
 int ds4_session_rewind(ds4_session *s, int position) {
     if (position < 0 || position > s->position) return fail("cannot rewind to %d: the session is at %d", position, s->position);
     if (position == s->position) return 0;
-    if (position > 0 && position < s->floor) return fail("cannot rewind to %d: with max_rewind %d, 0 or %d and above can be reached", position, s->max_rewind, s->floor);
+    if (position > 0 && position < s->floor)
+        return fail("cannot rewind to %d: with max_rewind %d, 0 or %d and above can be reached", position, s->max_rewind,
+                    s->floor);
     s->position = position;
     if (position == 0) s->floor = s->written = s->head_from = s->head_to = 0;
     s->logits_row = -1;
@@ -5895,8 +6237,8 @@ int ds4_session_set_mtp(ds4_session *s, int draft, float margin) {
  * ========================================================================================================================== */
 
 typedef struct {
-    uint8_t *out;               /* saving: where to write, NULL to count only */
-    const uint8_t *in;          /* loading */
+    uint8_t *out; /* saving: where to write, NULL to count only */
+    const uint8_t *in; /* loading */
     size_t at;
 } walker;
 
@@ -5904,7 +6246,7 @@ static const char snapshot_magic[8] = "ds4snap1";
 
 typedef struct {
     char magic[8];
-    uint64_t identity, bytes, sum;      /* of the model; of the whole snapshot; of what follows the header */
+    uint64_t identity, bytes, sum; /* of the model; of the whole snapshot; of what follows the header */
     int32_t kv_type, position, floor, reserved;
 } snapshot_header;
 
@@ -5920,7 +6262,8 @@ static void walk_ring(walker *w, void *ring, int size, size_t bytes, int from, i
 }
 
 static void walk_cache(walker *w, const config *c, const row_sizes *sizes, cache *k, int floor, int position) {
-    size_t parts = k->ratio == 4 ? 2 : 1, channels = parts * (size_t)c->head_dim * sizeof(float), index_channels = 2 * (size_t)c->index_dim * sizeof(float);
+    size_t parts = k->ratio == 4 ? 2 : 1, channels = parts * (size_t)c->head_dim * sizeof(float),
+           index_channels = 2 * (size_t)c->index_dim * sizeof(float);
     walk_ring(w, k->raw, k->ring, sizes->kv_row, floor - k->need, position);
     if (k->ratio == 0) return;
     walk_ring(w, k->kv, k->comp_ring, channels, floor - k->comp_need, position);
@@ -5954,9 +6297,14 @@ size_t ds4_session_save_mem(const ds4_session *s, void *buf, size_t n) {
     }
     walker w = {.out = buf, .at = sizeof(snapshot_header)};
     walk_session(&w, (ds4_session *)(uintptr_t)s, s->floor, s->position);
-    snapshot_header h = {.identity = s->engine->model->identity, .bytes = need, .kv_type = (int32_t)s->engine->kv_type, .position = s->position, .floor = s->floor};
+    snapshot_header h = {.identity = s->engine->model->identity,
+                         .bytes = need,
+                         .kv_type = (int32_t)s->engine->kv_type,
+                         .position = s->position,
+                         .floor = s->floor};
     memcpy(h.magic, snapshot_magic, sizeof h.magic);
-    h.sum = checksum(checksum(h.identity ^ h.bytes, &h.kv_type, 4 * sizeof(int32_t)), (uint8_t *)buf + sizeof h, need - sizeof h);
+    h.sum =
+        checksum(checksum(h.identity ^ h.bytes, &h.kv_type, 4 * sizeof(int32_t)), (uint8_t *)buf + sizeof h, need - sizeof h);
     memcpy(buf, &h, sizeof h);
     return need;
 }
@@ -5965,13 +6313,18 @@ static int check_snapshot(const ds4_session *s, const uint8_t *buf, size_t n, co
     if (n < sizeof *h) return fail("%s: not a snapshot: %zu bytes, its header has %zu", from, n, sizeof *h);
     memcpy(h, buf, sizeof *h);
     if (memcmp(h->magic, snapshot_magic, sizeof h->magic)) return fail("%s: not a snapshot of this version", from);
-    if (h->identity != s->engine->model->identity) return fail("%s: a snapshot of another model, not of %s", from, s->engine->model_path);
-    if (h->kv_type != (int32_t)s->engine->kv_type) return fail("%s: a snapshot of kv type %d, this session has %d (0 f32, 1 f16, 2 fp8)", from, h->kv_type, (int)s->engine->kv_type);
-    if (h->bytes != n) return fail("%s: damaged: a snapshot of %llu bytes, %zu are there", from, (unsigned long long)h->bytes, n);
+    if (h->identity != s->engine->model->identity)
+        return fail("%s: a snapshot of another model, not of %s", from, s->engine->model_path);
+    if (h->kv_type != (int32_t)s->engine->kv_type)
+        return fail("%s: a snapshot of kv type %d, this session has %d (0 f32, 1 f16, 2 fp8)", from, h->kv_type,
+                    (int)s->engine->kv_type);
+    if (h->bytes != n)
+        return fail("%s: damaged: a snapshot of %llu bytes, %zu are there", from, (unsigned long long)h->bytes, n);
     uint64_t sum = checksum(checksum(h->identity ^ h->bytes, &h->kv_type, 4 * sizeof(int32_t)), buf + sizeof *h, n - sizeof *h);
     if (sum != h->sum) return fail("%s: damaged: the checksum is wrong", from);
     if (h->position < 0 || h->floor < 0 || h->floor > h->position) return fail("%s: damaged: impossible positions", from);
-    if (h->position > s->ctx) return fail("%s: a snapshot of %d tokens does not fit a context of %d", from, h->position, s->ctx);
+    if (h->position > s->ctx)
+        return fail("%s: a snapshot of %d tokens does not fit a context of %d", from, h->position, s->ctx);
     return 0;
 }
 
@@ -5986,7 +6339,8 @@ static int load_snapshot(ds4_session *s, const void *buf, size_t n, const char *
     for (int i = 0; i < h.position; i++) {
         int token;
         memcpy(&token, tokens + i, sizeof token);
-        if (check_token(s, token)) return fail("%s: damaged: token %d at position %d is outside the vocabulary", from, token, i);
+        if (check_token(s, token))
+            return fail("%s: damaged: token %d at position %d is outside the vocabulary", from, token, i);
     }
     walker w = {.in = buf, .at = sizeof h};
     walk_session(&w, s, h.floor, h.position);
@@ -6070,7 +6424,8 @@ ds4_session *ds4_session_fork(const ds4_session *s) {
     ds4_session *copy = session_new(s->engine);
     size_t n = ds4_session_save_size(s);
     uint8_t *buf = copy ? mem_new(n) : NULL;
-    bool good = buf && ds4_session_save_mem(s, buf, n) && !ds4_session_load_mem(copy, buf, n) && !ds4_session_set_stops(copy, s->stops, s->n_stops, s->ignore_eos);
+    bool good = buf && ds4_session_save_mem(s, buf, n) && !ds4_session_load_mem(copy, buf, n) &&
+                !ds4_session_set_stops(copy, s->stops, s->n_stops, s->ignore_eos);
     mem_free(buf);
     if (!good) {
         ds4_session_free(copy);

@@ -32,8 +32,7 @@ static void bar_erase(void) {
     bar_shown = false;
 }
 
-__attribute__((format(printf, 2, 0)))
-static void message(const char *kind, const char *format, va_list args) {
+__attribute__((format(printf, 2, 0))) static void message(const char *kind, const char *format, va_list args) {
     bar_erase();
     fflush(stdout);
     fprintf(stderr, "ds4: %s", kind);
@@ -41,8 +40,7 @@ static void message(const char *kind, const char *format, va_list args) {
     fputc('\n', stderr);
 }
 
-__attribute__((format(printf, 1, 2)))
-_Noreturn static void fail(const char *format, ...) {
+__attribute__((format(printf, 1, 2))) _Noreturn static void fail(const char *format, ...) {
     va_list args;
     va_start(args, format);
     message("", format, args);
@@ -50,8 +48,7 @@ _Noreturn static void fail(const char *format, ...) {
     exit(1);
 }
 
-__attribute__((format(printf, 1, 2)))
-_Noreturn static void misuse(const char *format, ...) {
+__attribute__((format(printf, 1, 2))) _Noreturn static void misuse(const char *format, ...) {
     va_list args;
     va_start(args, format);
     message("", format, args);
@@ -60,16 +57,14 @@ _Noreturn static void misuse(const char *format, ...) {
 }
 
 /* Something that failed in the chat, which goes on; or something the user should know of the model. */
-__attribute__((format(printf, 2, 3)))
-static void warn(const char *kind, const char *format, ...) {
+__attribute__((format(printf, 2, 3))) static void warn(const char *kind, const char *format, ...) {
     va_list args;
     va_start(args, format);
     message(kind, format, args);
     va_end(args);
 }
 
-__attribute__((format(printf, 1, 2)))
-static void note(const char *format, ...) {
+__attribute__((format(printf, 1, 2))) static void note(const char *format, ...) {
     if (quiet) return;
     va_list args;
     va_start(args, format);
@@ -88,7 +83,10 @@ static void *grown(void *data, size_t *cap, size_t need, size_t size) {
 }
 
 /* Bytes with a NUL behind them (once anything was added). */
-typedef struct { char *data; size_t len, cap; } Bytes;
+typedef struct {
+    char *data;
+    size_t len, cap;
+} Bytes;
 
 static void bytes_insert(Bytes *b, size_t at, const char *data, size_t n) {
     b->data = grown(b->data, &b->cap, b->len + n + 1, 1);
@@ -112,7 +110,10 @@ static void bytes_set(Bytes *b, const char *data, size_t n) {
     bytes_add(b, data, n);
 }
 
-typedef struct { int *data; size_t len, cap; } Ids;
+typedef struct {
+    int *data;
+    size_t len, cap;
+} Ids;
 
 static void ids_reserve(Ids *ids, size_t more) { ids->data = grown(ids->data, &ids->cap, ids->len + more, sizeof(int)); }
 
@@ -127,7 +128,10 @@ static void ids_remove_first(Ids *ids, size_t n) {
     ids->len -= n;
 }
 
-typedef struct { char **data; size_t len, cap; } Strings;
+typedef struct {
+    char **data;
+    size_t len, cap;
+} Strings;
 
 static void strings_add(Strings *s, const char *text) {
     s->data = grown(s->data, &s->cap, s->len + 1, sizeof *s->data);
@@ -138,7 +142,7 @@ static void strings_add(Strings *s, const char *text) {
 static void strings_free(Strings *s) {
     for (size_t i = 0; i < s->len; i++) free(s->data[i]);
     free(s->data);
-    *s = (Strings){ 0 };
+    *s = (Strings){0};
 }
 
 /* Reads a file, or standard input for "-", behind what `out` holds. -1 and errno on failure. */
@@ -219,9 +223,9 @@ typedef struct {
 
 enum { MAX_TOKENS = 1 << 24, TOKENS_DEFAULT = -2, BASE_MODEL_TOKENS = 512 };
 
-static const char *const kv_type_names[] = { "f32", "f16", "fp8", NULL };       /* in the order of ds4_kv_type */
-static const char *const isa_names[] = { "auto", "scalar", "avx2", "avx512", "neon", NULL };
-static const char *const backend_names[] = { "cpu", NULL };
+static const char *const kv_type_names[] = {"f32", "f16", "fp8", NULL};       /* in the order of ds4_kv_type */
+static const char *const isa_names[] = {"auto", "scalar", "avx2", "avx512", "neon", NULL};
+static const char *const backend_names[] = {"cpu", NULL};
 
 typedef enum {
     FLAG,                              /* bool, no value */
@@ -245,54 +249,54 @@ typedef struct {
 #define AT(member) offsetof(Options, member)
 
 static const Option options[] = {
-    { "--model", "-m", TEXT, AT(cfg.model_path), 0, 0, NULL },
-    { "--ctx", "-c", WHOLE, AT(cfg.ctx), 1, MAX_TOKENS, NULL },
-    { "--threads", "-t", WHOLE, AT(cfg.threads), 1, 1024, NULL },
-    { "--kv-type", NULL, NAME, AT(kv_type), 0, 0, kv_type_names },
-    { "--prefill-chunk", NULL, WHOLE, AT(cfg.prefill_chunk), 1, 4096, NULL },
-    { "--max-rewind", NULL, WHOLE, AT(max_rewind), 0, MAX_TOKENS, NULL },
-    { "--isa", NULL, NAME, AT(isa), 0, 0, isa_names },
-    { "--mlock", NULL, FLAG, AT(cfg.mlock), 0, 0, NULL },
-    { "--backend", NULL, NAME, AT(backend), 0, 0, backend_names },
+    {"--model", "-m", TEXT, AT(cfg.model_path), 0, 0, NULL},
+    {"--ctx", "-c", WHOLE, AT(cfg.ctx), 1, MAX_TOKENS, NULL},
+    {"--threads", "-t", WHOLE, AT(cfg.threads), 1, 1024, NULL},
+    {"--kv-type", NULL, NAME, AT(kv_type), 0, 0, kv_type_names},
+    {"--prefill-chunk", NULL, WHOLE, AT(cfg.prefill_chunk), 1, 4096, NULL},
+    {"--max-rewind", NULL, WHOLE, AT(max_rewind), 0, MAX_TOKENS, NULL},
+    {"--isa", NULL, NAME, AT(isa), 0, 0, isa_names},
+    {"--mlock", NULL, FLAG, AT(cfg.mlock), 0, 0, NULL},
+    {"--backend", NULL, NAME, AT(backend), 0, 0, backend_names},
 
-    { "--mtp", NULL, TEXT, AT(cfg.mtp_path), 0, 0, NULL },
-    { "--glm-mtp", NULL, FLAG, AT(cfg.mtp_internal), 0, 0, NULL },
-    { "--mtp-draft", NULL, WHOLE, AT(draft), 1, DS4_MAX_DRAFT, NULL },
-    { "--mtp-margin", NULL, REAL, AT(margin), 0, 1000, NULL },
+    {"--mtp", NULL, TEXT, AT(cfg.mtp_path), 0, 0, NULL},
+    {"--glm-mtp", NULL, FLAG, AT(cfg.mtp_internal), 0, 0, NULL},
+    {"--mtp-draft", NULL, WHOLE, AT(draft), 1, DS4_MAX_DRAFT, NULL},
+    {"--mtp-margin", NULL, REAL, AT(margin), 0, 1000, NULL},
 
-    { "--prompt", "-p", TEXT, AT(prompt), 0, 0, NULL },
-    { "--prompt-file", NULL, TEXT, AT(prompt_file), 0, 0, NULL },
-    { "--prompt-ids", NULL, TEXT, AT(prompt_ids), 0, 0, NULL },
-    { "--raw-prompt", NULL, FLAG, AT(raw_prompt), 0, 0, NULL },
-    { "--rendered", NULL, FLAG, AT(rendered), 0, 0, NULL },
-    { "--system", "-sys", TEXT, AT(system), 0, 0, NULL },
-    { "--think", NULL, SET, AT(think), DS4_THINK_ON, 0, NULL },
-    { "--think-max", NULL, SET, AT(think), DS4_THINK_MAX, 0, NULL },
-    { "--nothink", NULL, SET, AT(think), DS4_THINK_OFF, 0, NULL },
-    { "--session", NULL, TEXT, AT(session), 0, 0, NULL },
+    {"--prompt", "-p", TEXT, AT(prompt), 0, 0, NULL},
+    {"--prompt-file", NULL, TEXT, AT(prompt_file), 0, 0, NULL},
+    {"--prompt-ids", NULL, TEXT, AT(prompt_ids), 0, 0, NULL},
+    {"--raw-prompt", NULL, FLAG, AT(raw_prompt), 0, 0, NULL},
+    {"--rendered", NULL, FLAG, AT(rendered), 0, 0, NULL},
+    {"--system", "-sys", TEXT, AT(system), 0, 0, NULL},
+    {"--think", NULL, SET, AT(think), DS4_THINK_ON, 0, NULL},
+    {"--think-max", NULL, SET, AT(think), DS4_THINK_MAX, 0, NULL},
+    {"--nothink", NULL, SET, AT(think), DS4_THINK_OFF, 0, NULL},
+    {"--session", NULL, TEXT, AT(session), 0, 0, NULL},
 
-    { "--tokens", "-n", WHOLE, AT(tokens), -1, MAX_TOKENS, NULL },
-    { "--temp", NULL, REAL, AT(cfg.gen.temperature), 0, 100, NULL },
-    { "--top-k", NULL, WHOLE, AT(cfg.gen.top_k), 0, MAX_TOKENS, NULL },
-    { "--top-p", NULL, REAL, AT(cfg.gen.top_p), 0, 1, NULL },
-    { "--min-p", NULL, REAL, AT(cfg.gen.min_p), 0, 1, NULL },
-    { "--seed", NULL, SEED, AT(cfg.gen.seed), 0, 0, NULL },
-    { "--stop", NULL, LIST, AT(stops), 0, 0, NULL },
-    { "--ignore-eos", NULL, FLAG, AT(ignore_eos), 0, 0, NULL },
+    {"--tokens", "-n", WHOLE, AT(tokens), -1, MAX_TOKENS, NULL},
+    {"--temp", NULL, REAL, AT(cfg.gen.temperature), 0, 100, NULL},
+    {"--top-k", NULL, WHOLE, AT(cfg.gen.top_k), 0, MAX_TOKENS, NULL},
+    {"--top-p", NULL, REAL, AT(cfg.gen.top_p), 0, 1, NULL},
+    {"--min-p", NULL, REAL, AT(cfg.gen.min_p), 0, 1, NULL},
+    {"--seed", NULL, SEED, AT(cfg.gen.seed), 0, 0, NULL},
+    {"--stop", NULL, LIST, AT(stops), 0, 0, NULL},
+    {"--ignore-eos", NULL, FLAG, AT(ignore_eos), 0, 0, NULL},
 
-    { "--print-ids", NULL, FLAG, AT(print_ids), 0, 0, NULL },
-    { "--stats", NULL, FLAG, AT(stats), 0, 0, NULL },
-    { "--stats-json", NULL, TEXT, AT(stats_json), 0, 0, NULL },
-    { "--dump-logprobs", NULL, TEXT, AT(logprobs), 0, 0, NULL },
-    { "--dump-logits", NULL, TEXT, AT(logits), 0, 0, NULL },
-    { "--dump-head-logits", NULL, TEXT, AT(head_logits), 0, 0, NULL },
-    { "--dump-tokens", NULL, FLAG, AT(dump_tokens), 0, 0, NULL },
-    { "--perplexity-file", NULL, TEXT, AT(perplexity), 0, 0, NULL },
-    { "--inspect", NULL, FLAG, AT(inspect), 0, 0, NULL },
-    { "--inspect-tensors", NULL, FLAG, AT(inspect_tensors), 0, 0, NULL },
-    { "--quiet", "-q", FLAG, AT(quiet), 0, 0, NULL },
-    { "--help", "-h", FLAG, AT(help), 0, 0, NULL },
-    { "--version", NULL, FLAG, AT(version), 0, 0, NULL },
+    {"--print-ids", NULL, FLAG, AT(print_ids), 0, 0, NULL},
+    {"--stats", NULL, FLAG, AT(stats), 0, 0, NULL},
+    {"--stats-json", NULL, TEXT, AT(stats_json), 0, 0, NULL},
+    {"--dump-logprobs", NULL, TEXT, AT(logprobs), 0, 0, NULL},
+    {"--dump-logits", NULL, TEXT, AT(logits), 0, 0, NULL},
+    {"--dump-head-logits", NULL, TEXT, AT(head_logits), 0, 0, NULL},
+    {"--dump-tokens", NULL, FLAG, AT(dump_tokens), 0, 0, NULL},
+    {"--perplexity-file", NULL, TEXT, AT(perplexity), 0, 0, NULL},
+    {"--inspect", NULL, FLAG, AT(inspect), 0, 0, NULL},
+    {"--inspect-tensors", NULL, FLAG, AT(inspect_tensors), 0, 0, NULL},
+    {"--quiet", "-q", FLAG, AT(quiet), 0, 0, NULL},
+    {"--help", "-h", FLAG, AT(help), 0, 0, NULL},
+    {"--version", NULL, FLAG, AT(version), 0, 0, NULL},
 };
 
 enum { N_OPTIONS = sizeof options / sizeof *options };
@@ -317,7 +321,10 @@ static const char *expected(const Option *o) {
     case NAME:
         for (int i = 0; o->names[i]; i++)
             used += (size_t)snprintf(text + used, sizeof text - used, "%s%s",
-                                     i == 0 ? "" : o->names[i + 1] ? ", " : " or ", o->names[i]);
+                                     i == 0            ? ""
+                                     : o->names[i + 1] ? ", "
+                                                       : " or ",
+                                     o->names[i]);
         break;
     default: return "some text";
     }
@@ -405,8 +412,7 @@ static void read_environment(Options *opt) {
     const char *margin = getenv("DS4_MTP_MIN_MARGIN"), *log = getenv("DS4_MTP_CONF_LOG");
     if (margin && *margin && !parse_real(margin, 0, 1000, &opt->env_margin))
         misuse("DS4_MTP_MIN_MARGIN \"%s\": expected a number from 0 to 1000", margin);
-    if (log && *log && strcmp(log, "0") && strcmp(log, "1"))
-        misuse("DS4_MTP_CONF_LOG \"%s\": expected 0 or 1", log);
+    if (log && *log && strcmp(log, "0") && strcmp(log, "1")) misuse("DS4_MTP_CONF_LOG \"%s\": expected 0 or 1", log);
     opt->cfg.conf_log = log && !strcmp(log, "1");
 }
 
@@ -456,7 +462,7 @@ static void program_directory(const char *argv0, char *dir, size_t n) {
 /* The model when -m is not given. */
 static const char *default_model(const char *argv0, bool *bundled) {
     static char path[PATH_MAX + 64];
-    static const char *const places[] = { "models", "../models", "../share/ds4" };
+    static const char *const places[] = {"models", "../models", "../share/ds4"};
     const char *env = getenv("DS4_MODEL");
     if (env && *env) return env;
     if (file_exists("ds4flash.gguf")) return "ds4flash.gguf";
@@ -492,7 +498,7 @@ static void finish_cfg(Options *opt, const char *argv0) {
 }
 
 static Options read_options(int argc, char **argv) {
-    Options opt = { .cfg = ds4_default_cfg(), .margin = -1, .env_margin = -1, .max_rewind = -1, .tokens = TOKENS_DEFAULT };
+    Options opt = {.cfg = ds4_default_cfg(), .margin = -1, .env_margin = -1, .max_rewind = -1, .tokens = TOKENS_DEFAULT};
     opt.kv_type = (int)opt.cfg.kv_type;
     parse_options(&opt, argc, argv);
     opt.inspect |= opt.inspect_tensors;
@@ -577,8 +583,7 @@ static void out_text(Out *out, const char *text, size_t n) {
 }
 
 static void flush_stdout(void) {
-    if (fflush(stdout) != 0 || ferror(stdout))
-        fail("standard output: %s", strerror(errno ? errno : EIO));
+    if (fflush(stdout) != 0 || ferror(stdout)) fail("standard output: %s", strerror(errno ? errno : EIO));
 }
 
 /* The end of the text: what was held back is printed, and a terminal's line ended. */
@@ -587,7 +592,7 @@ static void out_end(Out *out) {
     if (out->terminal && out->mid_line) out_print(out, "\n", 1);
     flush_stdout();
     free(out->pending.data);
-    out->pending = (Bytes){ 0 };
+    out->pending = (Bytes){0};
 }
 
 /* ---- 4 the application ---------------------------------------------------------------------------------------------- */
@@ -643,7 +648,7 @@ static void on_interrupt(int signal_number) {
 
 /* Ctrl+C ends the work in hand. Outside the chat a second one ends the program, for passes that take long. */
 static void catch_interrupts(App *app, bool chat) {
-    struct sigaction action = { .sa_handler = on_interrupt };
+    struct sigaction action = {.sa_handler = on_interrupt};
     sigemptyset(&action.sa_mask);
     if (!chat) action.sa_flags = (int)SA_RESETHAND;
     interrupt_target = app->session;
@@ -667,11 +672,13 @@ static void say_notes(const App *app) {
     char text[48] = "";
     ds4_engine_meta(app->engine, "tokenizer.chat_template", text, sizeof text);
     size_t shown = 0, n = strlen(text);        /* its beginning, as far as that is one line of text */
-    for (uint32_t code; shown < n && utf8_next(text + shown, n - shown, &code) > 0 && code >= 0x20 && code != 0x7f; )
+    for (uint32_t code; shown < n && utf8_next(text + shown, n - shown, &code) > 0 && code >= 0x20 && code != 0x7f;)
         shown += (size_t)utf8_next(text + shown, n - shown, &code);
     text[shown] = 0;
-    warn("warning: ", "the model's chat template (\"%s...\") is not DeepSeek-V4's, whose turns are used all the same; "
-         "see --rendered", text);
+    warn("warning: ",
+         "the model's chat template (\"%s...\") is not DeepSeek-V4's, whose turns are used all the same; "
+         "see --rendered",
+         text);
 }
 
 static void open_engine(App *app) {
@@ -690,8 +697,7 @@ static void open_engine(App *app) {
 
 static void open_session(App *app) {
     app->session = ds4_engine_open_session(app->engine);
-    if (!app->session || ds4_session_set_stops(app->session, NULL, 0, app->opt.ignore_eos) != 0)
-        fail("%s", ds4_last_error());
+    if (!app->session || ds4_session_set_stops(app->session, NULL, 0, app->opt.ignore_eos) != 0) fail("%s", ds4_last_error());
     if (app->opt.session && file_exists(app->opt.session) && ds4_session_load(app->session, app->opt.session) != 0)
         fail("%s", ds4_last_error());
 }
@@ -721,7 +727,7 @@ static void eval_rows(App *app, const Ids *ids, bool target, bool head, rows_fn 
     float *of_target = target ? malloc((size_t)rows * vocab * sizeof(float)) : NULL;
     float *of_head = head ? malloc((size_t)rows * vocab * sizeof(float)) : NULL;
     if ((target && !of_target) || (head && !of_head)) fail("out of memory");
-    for (size_t at = 0; at < n; ) {
+    for (size_t at = 0; at < n;) {
         int m = n - at < (size_t)rows ? (int)(n - at) : rows, first = ds4_session_position(app->session);
         int from = first ? first - 1 : 0, to = first + m - 1;
         int bad = target ? ds4_session_eval_logits(app->session, ids->data + at, (size_t)m, of_target)
@@ -749,7 +755,7 @@ typedef struct {
 
 static void parse_ids(const char *path, const Bytes *text, Ids *ids) {
     static const char space[] = " \t\r\n\v\f";
-    for (const char *p = text->data, *end = p + text->len; p < end; ) {
+    for (const char *p = text->data, *end = p + text->len; p < end;) {
         size_t n = strcspn(p, space), shown = n < 23 ? n : 23;
         char word[24];
         int id;
@@ -765,7 +771,7 @@ static void parse_ids(const char *path, const Bytes *text, Ids *ids) {
 
 /* Reads the prompt before the model, so that a wrong file name shows at once. */
 static Prompt read_prompt(const Options *opt) {
-    Prompt prompt = { .is_ids = opt->prompt_ids != NULL };
+    Prompt prompt = {.is_ids = opt->prompt_ids != NULL};
     const char *path = opt->prompt_ids ? opt->prompt_ids : opt->prompt_file ? opt->prompt_file : "-";
     const char *name = strcmp(path, "-") ? path : "standard input";
     if (opt->prompt) {
@@ -820,7 +826,7 @@ static void add_bos(const App *app, Ids *ids) {
 
 /* The prompt as a text of its own. */
 static Ids fresh_prompt(App *app, const Prompt *prompt) {
-    Ids ids = { 0 };
+    Ids ids = {0};
     const Options *opt = &app->opt;
     if (prompt->is_ids) {
         ids_add(&ids, prompt->ids.data, prompt->ids.len);
@@ -832,7 +838,7 @@ static Ids fresh_prompt(App *app, const Prompt *prompt) {
         add_text(app, &ids, &prompt->text, true);
         if (ids.len > 1 && ids.data[1] == app->info.bos) ids_remove_first(&ids, 1);
     } else {
-        ds4_message messages[2] = { { "system", opt->system, NULL }, { "user", prompt->text.data, NULL } };
+        ds4_message messages[2] = {{"system", opt->system, NULL}, {"user", prompt->text.data, NULL}};
         if (opt->system) add_chat(app, &ids, messages, 2, (ds4_think)opt->think);
         else add_chat(app, &ids, messages + 1, 1, (ds4_think)opt->think);
     }
@@ -844,7 +850,7 @@ static Ids fresh_prompt(App *app, const Prompt *prompt) {
 
 /* Further messages behind a session's tokens: the last answer is ended, BOS and what belongs to the beginning fall away. */
 static void add_turns(App *app, Ids *ids, int last_token, const ds4_message *messages, size_t count) {
-    Ids turns = { 0 };
+    Ids turns = {0};
     ds4_think think = app->opt.think == DS4_THINK_OFF ? DS4_THINK_OFF : DS4_THINK_ON;
     add_chat(app, &turns, messages, count, think);
     if (app->info.eos >= 0 && !ds4_token_is_eos(app->engine, last_token)) ids_add(ids, &app->info.eos, 1);
@@ -856,7 +862,7 @@ static void add_turns(App *app, Ids *ids, int last_token, const ds4_message *mes
 /* What of `full`, the prompt as a text of its own, is to be evaluated behind the session's tokens: what follows them if the
  * prompt begins with all of them, else the prompt as their continuation. */
 static Ids rest_of_prompt(App *app, const Prompt *prompt, const Ids *full) {
-    Ids rest = { 0 };
+    Ids rest = {0};
     const Options *opt = &app->opt;
     size_t held = (size_t)ds4_session_position(app->session);
     const int *tokens = ds4_session_tokens(app->session);
@@ -870,7 +876,7 @@ static Ids rest_of_prompt(App *app, const Prompt *prompt, const Ids *full) {
         add_text(app, &rest, &prompt->text, opt->rendered);
         if (rest.len && rest.data[0] == app->info.bos) ids_remove_first(&rest, 1);
     } else {
-        ds4_message user = { "user", prompt->text.data, NULL };
+        ds4_message user = {"user", prompt->text.data, NULL};
         if (opt->system) note("--system is not used: the session already has its beginning");
         add_turns(app, &rest, tokens[held - 1], &user, 1);
     }
@@ -896,11 +902,15 @@ typedef struct {
 } Answer;
 
 enum { TOP = 5 };
-typedef struct { int id[TOP + 1]; double logprob[TOP + 1]; int count; } Logprobs;      /* [0]: the token itself */
+typedef struct {
+    int id[TOP + 1];
+    double logprob[TOP + 1];
+    int count;
+} Logprobs;      /* [0]: the token itself */
 
 /* log-probabilities at temperature 1, in double: the same numbers however a step came by the logits. */
 static Logprobs logprobs_of(const float *logits, int vocab, int token) {
-    Logprobs r = { .count = min_int(TOP, vocab) };
+    Logprobs r = {.count = min_int(TOP, vocab)};
     double sum = 0, most = -INFINITY;
     for (int i = 0; i < vocab; i++) most = fmax(most, (double)logits[i]);
     for (int i = 0; i < vocab; i++) sum += exp((double)logits[i] - most);
@@ -949,11 +959,17 @@ static bool generate_step(App *app, Out *out, int max, Answer *answer) {
     ds4_session *s = app->session;
     int ids[DS4_MAX_DRAFT + 1], position = ds4_session_position(s);
     int room = min_int(max - answer->tokens, ds4_session_ctx(s) - position);
-    if (room <= 0) { answer->finish = "length"; return false; }
+    if (room <= 0) {
+        answer->finish = "length";
+        return false;
+    }
     int token = app->opt.cfg.gen.temperature > 0 ? ds4_session_sample(s, NULL) : ds4_session_argmax(s);
-    if (token >= 0 && ds4_session_is_stop(s, token)) { answer->finish = "eos"; return false; }
+    if (token >= 0 && ds4_session_is_stop(s, token)) {
+        answer->finish = "eos";
+        return false;
+    }
     const float *logits = token >= 0 && app->logprobs ? ds4_session_logits(s) : NULL;
-    Logprobs of_token = logits ? logprobs_of(logits, app->info.vocab, token) : (Logprobs){ 0 };
+    Logprobs of_token = logits ? logprobs_of(logits, app->info.vocab, token) : (Logprobs){0};
     int got = token >= 0 ? ds4_session_step(s, token, min_int(room, DS4_MAX_DRAFT + 1), ids) : -1;
     if (got < 0) {
         answer->finish = was_cancelled(app) ? "cancelled" : NULL;
@@ -980,7 +996,7 @@ static bool generate_step(App *app, Out *out, int max, Answer *answer) {
 
 /* Generates behind what the session holds, at most `max` tokens. */
 static Answer generate(App *app, Out *out, int max) {
-    Answer answer = { .finish = "length", .prompt = (size_t)ds4_session_position(app->session) };
+    Answer answer = {.finish = "length", .prompt = (size_t)ds4_session_position(app->session)};
     double start = now_ms();
     while (generate_step(app, out, max, &answer))
         if (interrupted) {             /* between two calls */
@@ -1017,8 +1033,8 @@ static void print_stats(const App *app, const Answer *answer, FILE *f) {
     for (int i = 0; i < depth_used(app); i++)
         fprintf(f, "draft %-2d   %8lld drafted %9lld accepted %7.1f%%\n", i + 1, (long long)s.drafted[i],
                 (long long)s.accepted[i], s.drafted[i] ? 100 * (double)s.accepted[i] / (double)s.drafted[i] : 0);
-    fprintf(f, "time       draft %.1f ms, verify %.1f ms, repair %.1f ms; %lld passes of the head\n", s.draft_ms,
-            s.verify_ms, s.repair_ms, (long long)s.head_passes);
+    fprintf(f, "time       draft %.1f ms, verify %.1f ms, repair %.1f ms; %lld passes of the head\n", s.draft_ms, s.verify_ms,
+            s.repair_ms, (long long)s.head_passes);
 }
 
 static void json_string(FILE *f, const char *text) {
@@ -1027,7 +1043,7 @@ static void json_string(FILE *f, const char *text) {
         return;
     }
     fputc('"', f);
-    for (size_t n = strlen(text), at = 0; at < n; ) {
+    for (size_t n = strlen(text), at = 0; at < n;) {
         uint32_t code;
         int len = utf8_next(text + at, n - at, &code);
         size_t used = len > 0 ? (size_t)len : len < 0 ? (size_t)-len : n - at;
@@ -1071,9 +1087,10 @@ static void write_stats(const App *app, const Answer *answer, FILE *f) {
     fprintf(f, "  \"finish_reason\": \"%s\",\n", answer->finish);
     fprintf(f, "  \"prompt_tokens\": %zu,\n  \"prompt_evaluated\": %lld,\n  \"generated_tokens\": %d,\n", answer->prompt,
             (long long)s.prompt_tokens, answer->tokens);
-    fprintf(f, "  \"prompt_ms\": %.3f,\n  \"prompt_tokens_per_s\": %.3f,\n  \"generation_ms\": %.3f,\n"
-            "  \"generation_tokens_per_s\": %.3f,\n", s.prompt_ms, rate((double)s.prompt_tokens, s.prompt_ms), answer->ms,
-            rate(answer->tokens, answer->ms));
+    fprintf(f,
+            "  \"prompt_ms\": %.3f,\n  \"prompt_tokens_per_s\": %.3f,\n  \"generation_ms\": %.3f,\n"
+            "  \"generation_tokens_per_s\": %.3f,\n",
+            s.prompt_ms, rate((double)s.prompt_tokens, s.prompt_ms), answer->ms, rate(answer->tokens, answer->ms));
     fprintf(f, "  \"emitted\": %lld,\n  \"cycles\": %lld,\n  \"passes\": %lld,\n  \"head_passes\": %lld,\n",
             (long long)s.emitted, (long long)s.cycles, (long long)s.passes, (long long)s.head_passes);
     json_counts(f, "drafted", s.drafted, depth_used(app));
@@ -1098,7 +1115,11 @@ static FILE *create_npy(const char *path, size_t rows, size_t columns) {
     return f;
 }
 
-typedef struct { FILE *target, *head; size_t vocab; const Options *opt; } LogitFiles;
+typedef struct {
+    FILE *target, *head;
+    size_t vocab;
+    const Options *opt;
+} LogitFiles;
 
 static void write_rows(FILE *f, const char *path, const float *rows, size_t n) {
     if (f && n && fwrite(rows, sizeof(float), n, f) != n) fail("%s: %s", path, strerror(errno));
@@ -1115,7 +1136,7 @@ static void dump_rows(void *ctx, const float *target, int first, int rows, const
 /* Evaluates the prompt and writes its logits to the files that were asked for, as they come. */
 static void eval_to_files(App *app, const Ids *ids) {
     const Options *opt = &app->opt;
-    LogitFiles files = { .vocab = (size_t)app->info.vocab, .opt = opt };
+    LogitFiles files = {.vocab = (size_t)app->info.vocab, .opt = opt};
     if (opt->logits) files.target = create_npy(opt->logits, ids->len, files.vocab);
     if (opt->head_logits) files.head = create_npy(opt->head_logits, ids->len - 1, files.vocab);
     eval_rows(app, ids, files.target != NULL, files.head != NULL, dump_rows, &files);
@@ -1126,7 +1147,7 @@ static void eval_to_files(App *app, const Ids *ids) {
 /* A token's bytes in quotes, as C writes them; what is valid UTF-8 and no control character stays. */
 static void print_quoted(const char *text, size_t n) {
     putchar('"');
-    for (size_t at = 0; at < n; ) {
+    for (size_t at = 0; at < n;) {
         uint32_t code;
         int len = utf8_next(text + at, n - at, &code);
         if (len <= 0 || code < 0x20 || (code >= 0x7f && code < 0xa0)) {
@@ -1188,8 +1209,8 @@ static void score_rows(void *ctx, const float *target, int first, int rows, cons
  * and is scored where it is new, so that every token but the first has at least half a window before it. */
 static int run_perplexity(App *app) {
     const char *path = app->opt.perplexity;
-    Bytes text = { 0 };
-    Ids ids = { 0 };
+    Bytes text = {0};
+    Ids ids = {0};
     if (read_file(path, &text) != 0) fail("%s: %s", path, strerror(errno));
     add_text(app, &ids, &text, false);
     open_session(app);
@@ -1197,10 +1218,10 @@ static int run_perplexity(App *app) {
     int bos = app->info.bos >= 0, ctx = ds4_session_ctx(app->session), window = ctx - bos, stride = window / 2;
     if (window < 2) fail("the context is too small for a perplexity (see --ctx)");
     if (ids.len + (size_t)bos < 2) fail("%s: too short for a perplexity", path);
-    Perplexity p = { .vocab = app->info.vocab };
+    Perplexity p = {.vocab = app->info.vocab};
     for (size_t start = 0, done = bos ? 0 : 1; done < ids.len; start += (size_t)stride) {
         size_t n = ids.len - start < (size_t)window ? ids.len - start : (size_t)window;
-        Ids w = { 0 };
+        Ids w = {0};
         add_bos(app, &w);
         ids_add(&w, ids.data + start, n);
         p.tokens = w.data;
@@ -1224,7 +1245,7 @@ static int run_perplexity(App *app) {
 }
 
 static const char *as_bytes(int64_t bytes, char *text, size_t n) {
-    static const char *const units[] = { "KiB", "MiB", "GiB", "TiB" };
+    static const char *const units[] = {"KiB", "MiB", "GiB", "TiB"};
     double v = (double)bytes / 1024;
     int u = 0;
     for (; v >= 1024 && u < 3; u++) v /= 1024;
@@ -1239,7 +1260,10 @@ static void print_bytes(const char *label, int64_t bytes) {
 
 /* Types of the target's or the head's tensors, with how many there are and their bytes, in order of first use. */
 static void print_types(const App *app, bool head) {
-    struct { const char *type; int64_t count, bytes; } types[64];
+    struct {
+        const char *type;
+        int64_t count, bytes;
+    } types[64];
     int n = 0;
     ds4_tensor_info t;
     for (int64_t i = 0; ds4_engine_tensor(app->engine, i, &t) == 0; i++) {
@@ -1327,21 +1351,24 @@ typedef struct {
 /* Keys that are no byte. */
 enum { KEY_UP = 256, KEY_DOWN, KEY_LEFT, KEY_RIGHT, KEY_HOME, KEY_END, KEY_DELETE, KEY_PASTE, KEY_NEWLINE, KEY_NONE, KEY_GONE };
 
-static const struct { uint32_t from, to; } zero_width[] = {
-    { 0x300, 0x36f }, { 0x483, 0x489 }, { 0x591, 0x5bd }, { 0x610, 0x61a }, { 0x64b, 0x65f }, { 0x6d6, 0x6dc },
-    { 0x6df, 0x6e4 }, { 0x93c, 0x93c }, { 0x941, 0x948 }, { 0x94d, 0x94d }, { 0xe31, 0xe31 }, { 0xe34, 0xe3a },
-    { 0xe47, 0xe4e }, { 0x1ab0, 0x1aff }, { 0x1dc0, 0x1dff }, { 0x200b, 0x200f }, { 0x202a, 0x202e }, { 0x2060, 0x2064 },
-    { 0x20d0, 0x20ff }, { 0x302a, 0x302d }, { 0x3099, 0x309a }, { 0xfe00, 0xfe0f }, { 0xfe20, 0xfe2f }, { 0xfeff, 0xfeff },
-    { 0x1f3fb, 0x1f3ff }, { 0xe0001, 0xe01ef },
-}, double_width[] = {
-    { 0x1100, 0x115f }, { 0x231a, 0x231b }, { 0x23e9, 0x23ec }, { 0x25fd, 0x25fe }, { 0x2614, 0x2615 }, { 0x2648, 0x2653 },
-    { 0x26aa, 0x26ab }, { 0x26bd, 0x26be }, { 0x26c4, 0x26c5 }, { 0x2705, 0x2705 }, { 0x270a, 0x270b }, { 0x2728, 0x2728 },
-    { 0x274c, 0x274c }, { 0x2753, 0x2755 }, { 0x2757, 0x2757 }, { 0x2795, 0x2797 }, { 0x2b50, 0x2b50 }, { 0x2b55, 0x2b55 },
-    { 0x2e80, 0x303e }, { 0x3041, 0x33ff }, { 0x3400, 0x4dbf }, { 0x4e00, 0xa4cf }, { 0xa960, 0xa97f }, { 0xac00, 0xd7a3 },
-    { 0xf900, 0xfaff }, { 0xfe30, 0xfe6f }, { 0xff00, 0xff60 }, { 0xffe0, 0xffe6 }, { 0x1f1e6, 0x1f1ff },
-    { 0x1f300, 0x1f64f }, { 0x1f680, 0x1f6ff }, { 0x1f7e0, 0x1f7eb }, { 0x1f900, 0x1f9ff }, { 0x1fa70, 0x1faff },
-    { 0x20000, 0x3fffd },
-};
+static const struct {
+    uint32_t from, to;
+} zero_width[] =
+    {
+        {0x300, 0x36f},     {0x483, 0x489},     {0x591, 0x5bd},   {0x610, 0x61a},   {0x64b, 0x65f},   {0x6d6, 0x6dc},
+        {0x6df, 0x6e4},     {0x93c, 0x93c},     {0x941, 0x948},   {0x94d, 0x94d},   {0xe31, 0xe31},   {0xe34, 0xe3a},
+        {0xe47, 0xe4e},     {0x1ab0, 0x1aff},   {0x1dc0, 0x1dff}, {0x200b, 0x200f}, {0x202a, 0x202e}, {0x2060, 0x2064},
+        {0x20d0, 0x20ff},   {0x302a, 0x302d},   {0x3099, 0x309a}, {0xfe00, 0xfe0f}, {0xfe20, 0xfe2f}, {0xfeff, 0xfeff},
+        {0x1f3fb, 0x1f3ff}, {0xe0001, 0xe01ef},
+    },
+  double_width[] = {
+      {0x1100, 0x115f},   {0x231a, 0x231b},   {0x23e9, 0x23ec},   {0x25fd, 0x25fe},   {0x2614, 0x2615},   {0x2648, 0x2653},
+      {0x26aa, 0x26ab},   {0x26bd, 0x26be},   {0x26c4, 0x26c5},   {0x2705, 0x2705},   {0x270a, 0x270b},   {0x2728, 0x2728},
+      {0x274c, 0x274c},   {0x2753, 0x2755},   {0x2757, 0x2757},   {0x2795, 0x2797},   {0x2b50, 0x2b50},   {0x2b55, 0x2b55},
+      {0x2e80, 0x303e},   {0x3041, 0x33ff},   {0x3400, 0x4dbf},   {0x4e00, 0xa4cf},   {0xa960, 0xa97f},   {0xac00, 0xd7a3},
+      {0xf900, 0xfaff},   {0xfe30, 0xfe6f},   {0xff00, 0xff60},   {0xffe0, 0xffe6},   {0x1f1e6, 0x1f1ff}, {0x1f300, 0x1f64f},
+      {0x1f680, 0x1f6ff}, {0x1f7e0, 0x1f7eb}, {0x1f900, 0x1f9ff}, {0x1fa70, 0x1faff}, {0x20000, 0x3fffd},
+  };
 
 static int char_width(uint32_t code) {
     for (size_t i = 0; code >= 0x300 && i < sizeof zero_width / sizeof *zero_width; i++)
@@ -1378,7 +1405,10 @@ static size_t previous_char(const Bytes *line, size_t at) {
 }
 
 /* The line as rows of the screen: row i is bytes from[i]..to[i]-1. */
-typedef struct { size_t *from, *to, count; int cursor_row, cursor_column; } Layout;
+typedef struct {
+    size_t *from, *to, count;
+    int cursor_row, cursor_column;
+} Layout;
 
 static void add_row(Layout *l, size_t *cap, size_t from) {
     size_t same = *cap;
@@ -1388,7 +1418,7 @@ static void add_row(Layout *l, size_t *cap, size_t from) {
 }
 
 static Layout lay_out(const Editor *ed, int columns) {
-    Layout l = { 0 };
+    Layout l = {0};
     size_t cap = 0, at = 0;
     int column = 0, width;
     add_row(&l, &cap, 0);
@@ -1417,7 +1447,7 @@ static Layout lay_out(const Editor *ed, int columns) {
 }
 
 static void screen_size(int *columns, int *rows) {
-    struct winsize w = { 0 };
+    struct winsize w = {0};
     ioctl(STDOUT_FILENO, TIOCGWINSZ, &w);
     *columns = w.ws_col ? w.ws_col : 80;
     *rows = w.ws_row ? w.ws_row : 24;
@@ -1432,8 +1462,9 @@ static Layout editor_layout(const Editor *ed) {
 
 static void draw_row(const Editor *ed, const Layout *l, size_t row, Bytes *out) {
     if (row == 0) bytes_add(out, ed->prompt, strlen(ed->prompt));
-    else for (size_t i = 0; i < strlen(ed->prompt); i++) bytes_add(out, " ", 1);
-    for (size_t at = l->from[row]; at < l->to[row]; ) {
+    else
+        for (size_t i = 0; i < strlen(ed->prompt); i++) bytes_add(out, " ", 1);
+    for (size_t at = l->from[row]; at < l->to[row];) {
         int width;
         size_t n = char_at(&ed->line, at, &width);
         unsigned char c = (unsigned char)ed->line.data[at];
@@ -1458,7 +1489,7 @@ static void write_terminal(const char *text, size_t n) {
 static void redraw(Editor *ed) {
     int columns, screen_rows;
     char move[64];
-    Bytes out = { 0 };
+    Bytes out = {0};
     screen_size(&columns, &screen_rows);
     Layout l = editor_layout(ed);
     int first = l.cursor_row - (screen_rows - 2), count = (int)l.count;
@@ -1483,7 +1514,7 @@ static void redraw(Editor *ed) {
 /* A byte of input; -1 when there is none any more, or none comes within `wait_ms` (-1: for ever). */
 static int read_byte(Editor *ed, int wait_ms) {
     if (ed->input_at < ed->input_len) return ed->input[ed->input_at++];
-    struct pollfd in = { .fd = STDIN_FILENO, .events = POLLIN };
+    struct pollfd in = {.fd = STDIN_FILENO, .events = POLLIN};
     if (wait_ms >= 0 && poll(&in, 1, wait_ms) <= 0) return -1;
     ssize_t n;
     do n = read(STDIN_FILENO, ed->input, sizeof ed->input);
@@ -1515,8 +1546,10 @@ static int read_escape(Editor *ed) {
     default: return KEY_NONE;
     }
     switch (number) {
-    case 1: case 7: return KEY_HOME;
-    case 4: case 8: return KEY_END;
+    case 1:
+    case 7: return KEY_HOME;
+    case 4:
+    case 8: return KEY_END;
     case 3: return KEY_DELETE;
     case 200: return KEY_PASTE;
     default: return KEY_NONE;
@@ -1601,28 +1634,52 @@ static void clear_screen(Editor *ed) {
     ed->cursor_row = 0;
 }
 
-enum { CTRL_A = 1, CTRL_B, CTRL_C, CTRL_D, CTRL_E, CTRL_F, BACKSPACE = 8, NEWLINE = 10, CTRL_K, CTRL_L, RETURN, CTRL_N,
-       CTRL_P = 16, CTRL_U = 21, CTRL_W = 23, RUBOUT = 127 };
+enum {
+    CTRL_A = 1,
+    CTRL_B,
+    CTRL_C,
+    CTRL_D,
+    CTRL_E,
+    CTRL_F,
+    BACKSPACE = 8,
+    NEWLINE = 10,
+    CTRL_K,
+    CTRL_L,
+    RETURN,
+    CTRL_N,
+    CTRL_P = 16,
+    CTRL_U = 21,
+    CTRL_W = 23,
+    RUBOUT = 127
+};
 
 typedef enum { GO_ON, LINE_DONE, LINE_DROPPED, INPUT_GONE } Edited;
 
 static Edited edit_key(Editor *ed, int key) {
     Bytes *line = &ed->line;
     switch (key) {
-    case RETURN: case NEWLINE: return LINE_DONE;
+    case RETURN:
+    case NEWLINE: return LINE_DONE;
     case CTRL_C: return LINE_DROPPED;
     case KEY_GONE: return INPUT_GONE;
     case CTRL_D:
         if (!line->len) return INPUT_GONE;
         /* fall through */
     case KEY_DELETE: bytes_remove(line, ed->at, next_char(line, ed->at)); break;
-    case BACKSPACE: case RUBOUT: delete_back_to(ed, previous_char(line, ed->at)); break;
-    case KEY_LEFT: case CTRL_B: ed->at = previous_char(line, ed->at); break;
-    case KEY_RIGHT: case CTRL_F: ed->at = next_char(line, ed->at); break;
-    case KEY_HOME: case CTRL_A: ed->at = 0; break;
-    case KEY_END: case CTRL_E: ed->at = line->len; break;
-    case KEY_UP: case CTRL_P: move_row(ed, -1); break;
-    case KEY_DOWN: case CTRL_N: move_row(ed, 1); break;
+    case BACKSPACE:
+    case RUBOUT: delete_back_to(ed, previous_char(line, ed->at)); break;
+    case KEY_LEFT:
+    case CTRL_B: ed->at = previous_char(line, ed->at); break;
+    case KEY_RIGHT:
+    case CTRL_F: ed->at = next_char(line, ed->at); break;
+    case KEY_HOME:
+    case CTRL_A: ed->at = 0; break;
+    case KEY_END:
+    case CTRL_E: ed->at = line->len; break;
+    case KEY_UP:
+    case CTRL_P: move_row(ed, -1); break;
+    case KEY_DOWN:
+    case CTRL_N: move_row(ed, 1); break;
     case CTRL_K: bytes_remove(line, ed->at, line->len); break;
     case CTRL_U: delete_back_to(ed, 0); break;
     case CTRL_W: delete_back_to(ed, word_before(ed)); break;
@@ -1674,9 +1731,8 @@ static void on_termination(int signal_number) {
 
 static void editor_start(Editor *ed) {
     const char *term = getenv("TERM");
-    ed->plain = !isatty(STDOUT_FILENO) || !term || !*term || !strcmp(term, "dumb")
-                || tcgetattr(STDIN_FILENO, &ed->cooked) != 0;
-    struct sigaction action = { .sa_handler = on_termination };
+    ed->plain = !isatty(STDOUT_FILENO) || !term || !*term || !strcmp(term, "dumb") || tcgetattr(STDIN_FILENO, &ed->cooked) != 0;
+    struct sigaction action = {.sa_handler = on_termination};
     sigemptyset(&action.sa_mask);
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGHUP, &action, NULL);
@@ -1726,7 +1782,9 @@ static bool read_line(Editor *ed) {
 
 /* ---- 9 chat --------------------------------------------------------------------------------------------------------- */
 
-typedef struct { char *role, *content, *reasoning; } Turn;
+typedef struct {
+    char *role, *content, *reasoning;
+} Turn;
 
 typedef struct {
     App *app;
@@ -1758,10 +1816,10 @@ static void drop_turns(Chat *chat, size_t from) {
 /* The tokens that the session should hold before it answers `line`. */
 static Ids chat_tokens(Chat *chat, const Bytes *line) {
     App *app = chat->app;
-    Ids ids = { 0 };
+    Ids ids = {0};
     ids_add(&ids, chat->before.data, chat->before.len);
     if (app->info.base_model && ids.len) {     /* plain continuation, each line on a line of its own */
-        Bytes text = { 0 };
+        Bytes text = {0};
         if (line->len) bytes_add(&text, "\n", 1);
         bytes_add(&text, line->data, line->len);
         add_text(app, &ids, &text, false);
@@ -1771,7 +1829,7 @@ static Ids chat_tokens(Chat *chat, const Bytes *line) {
     ds4_message *messages = calloc(chat->count ? chat->count : 1, sizeof *messages);
     if (!messages) fail("out of memory");
     for (size_t i = 0; i < chat->count; i++)
-        messages[i] = (ds4_message){ chat->turns[i].role, chat->turns[i].content, chat->turns[i].reasoning };
+        messages[i] = (ds4_message){chat->turns[i].role, chat->turns[i].content, chat->turns[i].reasoning};
     if (ids.len) add_turns(app, &ids, ids.data[ids.len - 1], messages, chat->count);
     else add_chat(app, &ids, messages, chat->count, (ds4_think)app->opt.think);
     free(messages);
@@ -1812,7 +1870,7 @@ static void chat_answer(Chat *chat, Bytes *text) {
     App *app = chat->app;
     bool dim = app->opt.think != DS4_THINK_OFF && !app->info.base_model && isatty(STDOUT_FILENO);
     bytes_add(text, "", 0);
-    Out out = { .terminal = isatty(STDOUT_FILENO), .stops = &app->opt.stops, .copy = text };
+    Out out = {.terminal = isatty(STDOUT_FILENO), .stops = &app->opt.stops, .copy = text};
     if (dim) out_print(&out, "\033[2m", 4);
     chat->answer = generate(app, &out, most_tokens(app));
     if (dim) fputs("\033[0m", stdout);
@@ -1820,7 +1878,7 @@ static void chat_answer(Chat *chat, Bytes *text) {
     if (!strcmp(chat->answer.finish, "length")) printf("(ended by length)\n");
     if (!strcmp(chat->answer.finish, "cancelled")) printf("(stopped)\n");
     if (app->opt.stats) print_stats(app, &chat->answer, stderr);
-    for (char *p; (p = memchr(text->data, 0, text->len)); ) *p = ' ';  /* turns are C strings */
+    for (char *p; (p = memchr(text->data, 0, text->len));) *p = ' ';  /* turns are C strings */
 }
 
 static void chat_turn(Chat *chat, const Bytes *line) {
@@ -1838,7 +1896,7 @@ static void chat_turn(Chat *chat, const Bytes *line) {
         drop_turns(chat, turns);
         return;
     }
-    Bytes text = { 0 };
+    Bytes text = {0};
     chat_answer(chat, &text);
     if (app->info.base_model) keep_tokens(chat);
     bool reasoned = app->opt.think != DS4_THINK_OFF;
@@ -1851,7 +1909,7 @@ static void chat_turn(Chat *chat, const Bytes *line) {
 }
 
 static void chat_read(Chat *chat, const char *path) {
-    Bytes text = { 0 };
+    Bytes text = {0};
     if (!*path) warn("", "/read needs a file");
     else if (read_file(path, &text) != 0) warn("", "%s: %s", path, strerror(errno));
     else if (memchr(text.data, 0, text.len)) warn("", "%s: holds a NUL byte", path);
@@ -1893,8 +1951,8 @@ static bool chat_command(Chat *chat, const char *line) {
 }
 
 static int run_chat(App *app) {
-    Editor editor = { .prompt = "> " };
-    Chat chat = { .app = app };
+    Editor editor = {.prompt = "> "};
+    Chat chat = {.app = app};
     open_session(app);
     catch_interrupts(app, true);
     editor_start(&editor);
@@ -1944,7 +2002,7 @@ static int run_answer(App *app, const Prompt *prompt, const Ids *full) {
     if (opt->logprobs) app->logprobs = open_output(opt->logprobs);
     eval_prompt(app, prompt, full);
     int most = dumps_logits(opt) && opt->tokens == TOKENS_DEFAULT ? 0 : most_tokens(app);
-    Out out = { .silent = opt->print_ids, .terminal = isatty(STDOUT_FILENO), .stops = &opt->stops };
+    Out out = {.silent = opt->print_ids, .terminal = isatty(STDOUT_FILENO), .stops = &opt->stops};
     Answer answer = generate(app, &out, most);
     save_session(app);
     if (app->logprobs) close_output(app->logprobs, opt->logprobs);
@@ -1966,21 +2024,23 @@ static int run_prompt(App *app, const Prompt *prompt) {
 }
 
 int main(int argc, char **argv) {
-    App app = { .opt = read_options(argc, argv) };
+    App app = {.opt = read_options(argc, argv)};
     Options *opt = &app.opt;
     int status = 0;
     if (opt->version) printf("ds4 %s\n", ds4_version());
     for (int i = 0; opt->help && ds4_help_cli[i]; i++) fputs(ds4_help_cli[i], stdout);
     if (!opt->version && !opt->help) {
-        Prompt prompt = { 0 };
+        Prompt prompt = {0};
         check_options(opt);
         read_environment(opt);
         finish_cfg(opt, argv[0]);
         bool chat = is_chat(opt), asks = !chat && !opt->inspect && !opt->perplexity;
         if (asks) prompt = read_prompt(opt);
         open_engine(&app);
-        status = chat ? run_chat(&app) : opt->inspect ? run_inspect(&app) : asks ? run_prompt(&app, &prompt)
-               : run_perplexity(&app);
+        status = chat           ? run_chat(&app)
+                 : opt->inspect ? run_inspect(&app)
+                 : asks         ? run_prompt(&app, &prompt)
+                                : run_perplexity(&app);
         interrupt_target = NULL;       /* the session ends with the engine */
         ds4_engine_free(app.engine);
         free(prompt.text.data);

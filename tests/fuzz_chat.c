@@ -5,7 +5,7 @@
  *
  * What holds: a control token in the result was written by the format, never by a text; so there are as many as the turns
  * ask for. A failure leaves what was there. */
-#include "../ds4.c"
+#include "ds4_plain.h"
 
 enum { MOST = 16, SEPARATOR = 0x1e, BASE_MODEL = 1, NO_DSML = 2, GENERATE = 4, BETTER_TEMPLATE = 8 };
 enum { ID_BOS, ID_EOS, ID_PAD, ID_USER, ID_ASSISTANT, ID_THINK, ID_END_THINK, ID_DSML, CONTROLS };

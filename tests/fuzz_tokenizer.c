@@ -1,12 +1,9 @@
-/* libFuzzer target of section 5: a vocabulary, merges, types and texts out of the input, with memory that may run out.
- *
- *     clang -g -O1 -std=c11 -D_GNU_SOURCE -DDS4_FAULTS -Wno-unused-function -fsanitize=fuzzer,address,undefined \
- *         tests/fuzz_tokenizer.c -lm -pthread -o build/fuzz_tokenizer
- *     build/fuzz_tokenizer -max_total_time=60
+/* libFuzzer target of section 5: a vocabulary, merges, types and texts out of the input, with memory that may run out. `make fuzz`
+ * runs it.
  *
  * Input: one byte of options, one for the memory failure, then the tokens one a line, an empty line, the merges one a line,
  * an empty line, and the text. All but the first option tokens get types in turn. */
-#include "../ds4.c"
+#include "ds4_plain.h"
 
 enum { MOST = 512 };
 

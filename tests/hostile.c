@@ -1,7 +1,9 @@
 /* Opens files that may be anything, uses what opens, and says how that went.
  *
- * Each line of standard input is a target's path or, with a tab between, a target's and a head's. For each there is one line
- * of output, tabs between its parts: the verdict, milliseconds of CPU time, the most bytes allocated at once, the message.
+ * Each line of standard input is a target's path or, with a tab between, a target's and a head's ("=": the target's own head).
+ * For each there is one line of output, tabs between its parts: the verdict, milliseconds of CPU time, the most bytes
+ * allocated at once, the message.
+ *
  * Verdicts: "opened"; "refused", with the engine's message; "broken", with the rule that was broken: a failure gives one message
  * that is a line of printable UTF-8 and names the file, memory stays under twice the files plus 64 MB, and all of it is
  * given back. A crash or a hang (30 seconds) ends the program; whoever reads its output knows the line. */
@@ -136,7 +138,8 @@ static double cpu_ms(void) {
 static void probe(const char *target, const char *head) {
     ds4_cfg cfg = ds4_default_cfg();
     cfg.model_path = target;
-    cfg.mtp_path = head;
+    cfg.mtp_internal = head && !strcmp(head, "=");
+    cfg.mtp_path = head = cfg.mtp_internal ? NULL : head;
     cfg.ctx = 64;
     cfg.threads = 1;
     cfg.prefill_chunk = 8;

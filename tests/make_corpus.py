@@ -91,10 +91,11 @@ def chat_seeds() -> None:
 
 
 def tokenizer_seeds() -> None:
-    vocabulary = "\n".join(["ab", "abc", "Ġa", "12", "<x>", "<0x41>", "the", ""]) + "\n" + "\n".join(["a b", "ab c", "Ġ a", "1 2", "e f", ""]) + "\n"
-    for i, text in enumerate([*PROSE[:4], PROSE[8], PROSE[9], *CODE[:3], "".join(EMOJI), "a\r\n\r\n  b\t 12345678 \xff", "<s><｜User｜>ab</s>" * 3]):
-        write("tokenizer", f"text-{i}", bytes([(i * 37 + 32) % 256, 0]) + (vocabulary + text).encode("latin-1" if "\xff" in text else "utf-8", "replace"))
-    write("tokenizer", "memory", bytes([32 | 64, 128 + 9]) + (vocabulary + CODE[0]).encode())
+    vocabulary = "ab\nabc\nĠa\n12\n<x>\n<0x41>\nthe\n\na b\nab c\nĠ a\n1 2\ne f\n\n".encode()
+    texts = [*PROSE[:4], PROSE[8], PROSE[9], *CODE[:3], "".join(EMOJI), "<s><｜User｜>ab</s>" * 3]
+    for i, text in enumerate([*(text.encode() for text in texts), b"a\r\n\r\n  b\t 12345678 \xff\xe4\xb8"]):
+        write("tokenizer", f"text-{i}", bytes([(i * 37 + 32) % 256, 0]) + vocabulary + text)
+    write("tokenizer", "memory", bytes([32 | 64, 128 + 9]) + vocabulary + CODE[0].encode())
 
 
 def snapshot_seeds() -> None:

@@ -5,9 +5,11 @@
 #include <string.h>
 
 static int failures;
-#define EXPECT(condition) \
-    do { \
-        if (!(condition)) failures++, fprintf(stderr, "%s:%d: expected %s (last error: %s)\n", __FILE__, __LINE__, #condition, ds4_last_error()); \
+#define EXPECT(condition)                                                                                                   \
+    do {                                                                                                                    \
+        if (!(condition))                                                                                                   \
+            failures++,                                                                                                     \
+                fprintf(stderr, "%s:%d: expected %s (last error: %s)\n", __FILE__, __LINE__, #condition, ds4_last_error()); \
     } while (0)
 
 static void shown_program(const char *target, const char *head, int *tokens, int *next) {

@@ -135,6 +135,12 @@ def test_heads(data: Path, tmp_path: Path, name: str, layout: str, step: int) ->
     assert verdicts["refused"] and verdicts["opened"]
 
 
+def test_a_head_inside(data: Path, tmp_path: Path) -> None:
+    good = data / "edge" / "combined.gguf"
+    verdicts = probe(tmp_path, good, sample(hostile.cases(good.read_bytes()), 8), lambda path: (path, Path("=")))
+    assert verdicts["refused"] and verdicts["opened"]
+
+
 def ask_once(tmp: Path, *paths: Path) -> Result:
     """One file, asked about in the sanitised program and, for the time it takes, in a normal one."""
     plain, checked = (Prober(make(f"build/{name}"), tmp / f"{name}.log") for name in ("hostile_plain", "hostile"))
@@ -173,7 +179,7 @@ BASE = gw.Shape(ratios=[0, 4, 128], vocab=266, width=1, heads=1, head_width=2, r
 @pytest.mark.parametrize("sizes", [
     {}, {"experts": 4096, "experts_used": 64}, {"ratios": [4] * 100, "streams": 16, "sinkhorn": 100}, {"heads": 4096, "o_groups": 4096}, {"index_heads": 4096}, {"ratios": [1, 2, 3, 5, 1024]},
     {"window": 1 << 20, "index_top_k": 1 << 24, "context": 1 << 30}, {"expert_width": 1 << 16}, {"vocab": 1 << 17},
-], ids=str)
+], ids=lambda sizes: " ".join(sizes) or "ones")
 def test_extreme_sizes(tmp_path: Path, sizes: dict[str, Any]) -> None:
     """Sizes far from any model's that the file's tensors bear out: they open, at no more than the usual price."""
     path = tmp_path / "x.gguf"
@@ -181,20 +187,22 @@ def test_extreme_sizes(tmp_path: Path, sizes: dict[str, Any]) -> None:
     assert ask_once(tmp_path, path).verdict == "opened"
 
 
-@pytest.mark.parametrize("key, value, expected", [
-    ("hyper_connection.sinkhorn_iterations", 101, "1 to 100"), ("expert_count", 4097, "1 to 4096"), ("attention.compress_ratios", 1025, "0 to 1024"), ("rope.freq_base", 1.0, "2 to 1e"),
-    ("attention.compress_rope_freq_base", 1.0, "2 to 1e"), ("attention.head_count", 65536, "at most 16777216"), ("attention.output_lora_rank", 1 << 20, None), ("attention.indexer.head_count", 65536, None),
-    ("vocab_size", 1 << 21, "1 to 1.04858e"), ("attention.sliding_window", 0, "1 to"), ("hyper_connection.count", 17, "1 to 16"),
-])
-def test_bounds(data: Path, tmp_path: Path, key: str, value: float, expected: str | None) -> None:
+@pytest.mark.parametrize("changes, expected", [
+    ({"hyper_connection.sinkhorn_iterations": 101}, "1 to 100"), ({"expert_count": 4097}, "1 to 4096"), ({"attention.compress_ratios": 1025}, "0 to 1024"), ({"rope.freq_base": 1.0}, "2 to 1e"),
+    ({"attention.compress_rope_freq_base": 1.0}, "2 to 1e"), ({"vocab_size": 1 << 21}, "1 to 1.04858e"), ({"attention.sliding_window": 0}, "1 to"), ({"hyper_connection.count": 17}, "1 to 16"),
+    ({"attention.head_count": 65536, "attention.key_length": 512, "attention.value_length": 512}, "at most 16777216"), ({"attention.indexer.head_count": 65536, "attention.indexer.key_length": 512}, "at most 16777216"),
+    ({"attention.output_lora_rank": 1 << 20, "attention.output_group_count": 32, "attention.head_count": 32}, "at most 16777216"),
+], ids=lambda value: " ".join(value) if isinstance(value, dict) else "")
+def test_bounds(data: Path, tmp_path: Path, changes: dict[str, float], expected: str) -> None:
     """What no tensor's size confirms has a bound of its own; the message says the key and the bound."""
     header = Parser((data / "edge" / "target.gguf").read_bytes()).parse()
-    name = f"deepseek4.{key}".encode()
-    meta = Meta(name, hostile.F32, struct.pack("<f", value)) if isinstance(value, float) else Meta(name, hostile.U32, struct.pack("<I", value))
+    new = {f"deepseek4.{key}".encode(): value for key, value in changes.items()}
+    metas = [m for m in header.metas if m.key not in new]
+    metas += [Meta(key, hostile.F32, struct.pack("<f", v)) if isinstance(v, float) else Meta(key, hostile.U32, struct.pack("<I", v)) for key, v in new.items()]
     path = tmp_path / "x.gguf"
-    path.write_bytes(header.build(metas=[*(m for m in header.metas if m.key != name), meta]))
+    path.write_bytes(header.build(metas=metas))
     result = ask_once(tmp_path, path)
-    assert result.verdict == "refused" and (expected is None or (key in result.message and expected in result.message)), result
+    assert result.verdict == "refused" and next(iter(changes)) in result.message and expected in result.message, result
 
 
 def test_overlap_behind_a_tensor_without_data(data: Path, tmp_path: Path) -> None:
@@ -237,7 +245,7 @@ def test_split_files(data: Path, tmp_path: Path) -> None:
 
 def test_sizes_beyond_the_context(data: Path) -> None:
     """A window or a top-k that the context cannot fill costs no memory and changes no bit, snapshots included."""
-    options = {"max_rewind": 4, "prefill_chunk": 5}
+    options: dict[str, Any] = {"max_rewind": 4, "prefill_chunk": 5}
     tokens = list(range(2, 14))
     with Engine(data / "tiny" / "target.gguf", ctx=12, **options) as small, Engine(data / "tiny" / "target.gguf", ctx=4096, **options) as large:
         a, b = small.session(), large.session()
