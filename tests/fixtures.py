@@ -30,14 +30,25 @@ def copy_metadata(path: Path, writer: gguf.GGUFWriter, change: dict[str, Any] | 
         writer.add_key_value(field.name, value, kind, sub)
 
 
-def rewrite(source: Path, out: Path, *, arch: str = "deepseek4", meta: dict[str, Any] | None = None, extra: dict[str, tuple[Any, gguf.GGUFValueType]] | None = None,
-            drop: set[str] = frozenset(), tensors: dict[str, np.ndarray] | None = None, more: dict[str, np.ndarray] | None = None,
-            types: dict[str, gguf.GGMLQuantizationType] | None = None) -> Path:
+def rewrite(
+    source: Path,
+    out: Path,
+    *,
+    arch: str = "deepseek4",
+    meta: dict[str, Any] | None = None,
+    extra: dict[str, tuple[Any, gguf.GGUFValueType]] | None = None,
+    drop: set[str] = frozenset(),
+    tensors: dict[str, np.ndarray] | None = None,
+    more: dict[str, np.ndarray] | None = None,
+    types: dict[str, gguf.GGMLQuantizationType] | None = None,
+) -> Path:
     """A copy of a GGUF file with keys changed (None: dropped) or added, tensors dropped, replaced, added or retyped."""
     writer = gguf.GGUFWriter(out, arch)
     copy_metadata(source, writer, meta)
     for name, (value, kind) in (extra or {}).items():
-        writer.add_key_value(name, value, kind, gguf.GGUFValueType.get_type(value[0]) if kind == gguf.GGUFValueType.ARRAY else None)
+        writer.add_key_value(
+            name, value, kind, gguf.GGUFValueType.get_type(value[0]) if kind == gguf.GGUFValueType.ARRAY else None
+        )
     for t in gguf.GGUFReader(source).tensors:
         if t.name in drop:
             continue
@@ -64,7 +75,10 @@ def combined(directory: Path, out: Path) -> Path:
     layers = int(gguf.GGUFReader(directory / "target.gguf").fields["deepseek4.block_count"].contents())
     block = f"blk.{layers}."
     more = {name: np.asarray(t.data) for name, t in head.items() if name.startswith(block)}
-    more |= {f"{block}nextn.hc_head_{part}.weight": np.asarray(head[f"output_hc_{part}.weight"].data) for part in ("fn", "base", "scale")}
+    more |= {
+        f"{block}nextn.hc_head_{part}.weight": np.asarray(head[f"output_hc_{part}.weight"].data)
+        for part in ("fn", "base", "scale")
+    }
     return rewrite(directory / "target.gguf", out, meta={"deepseek4.block_count": layers + 1}, more=more)
 
 

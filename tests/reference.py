@@ -69,7 +69,13 @@ def fp8_rounding(rope_dim: int) -> Rounding:
         groups = body.reshape(*body.shape[:-1], -1, 64)
         amax = np.maximum(np.abs(groups).max(-1, keepdims=True), 1e-4)
         scale = 2.0 ** np.ceil(np.log2(amax / 448))
-        return np.concatenate([(e4m3(groups / scale) * scale).reshape(body.shape), x[..., -rope_dim:].astype(np.float32).astype(np.float16).astype(np.float64)], -1)
+        return np.concatenate(
+            [
+                (e4m3(groups / scale) * scale).reshape(body.shape),
+                x[..., -rope_dim:].astype(np.float32).astype(np.float16).astype(np.float64),
+            ],
+            -1,
+        )
 
     return rounding
 
@@ -96,7 +102,12 @@ class Model:
         self.freq = m["rope.freq_base"] ** (-2 * pairs / self.rope_dim)
         base = m["attention.compress_rope_freq_base"]
         f = base ** (-2 * pairs / self.rope_dim)
-        low, high = (self.rope_dim * np.log(m["rope.scaling.original_context_length"] / (2 * np.pi * m[f"rope.scaling.yarn_beta_{k}"])) / (2 * np.log(base)) for k in ("fast", "slow"))
+        low, high = (
+            self.rope_dim
+            * np.log(m["rope.scaling.original_context_length"] / (2 * np.pi * m[f"rope.scaling.yarn_beta_{k}"]))
+            / (2 * np.log(base))
+            for k in ("fast", "slow")
+        )
         low, high = max(0.0, np.floor(low)), min(self.rope_dim - 1.0, np.ceil(high))
         ramp = np.clip((pairs - low) / max(high - low, 0.001), 0, 1)
         self.freq_compressed = f * (1 - ramp) + f / m["rope.scaling.factor"] * ramp
@@ -150,7 +161,9 @@ class Model:
         m, positions = self.meta, np.arange(len(y))
         heads, width, top = m["attention.indexer.head_count"], m["attention.indexer.key_length"], m["attention.indexer.top_k"]
         keys = self.round_index(self.windows(y, f"{p}indexer_compressor", 4, width))
-        q = rotate((qr @ self.w[f"{p}indexer.attn_q_b.weight"].T).reshape(len(y), heads, width), positions, self.freq_compressed)
+        q = rotate(
+            (qr @ self.w[f"{p}indexer.attn_q_b.weight"].T).reshape(len(y), heads, width), positions, self.freq_compressed
+        )
         weight = y @ self.w[f"{p}indexer.proj.weight"].T / np.sqrt(width * heads)
         score = (weight[:, :, None] * np.maximum(q @ keys.T, 0)).sum(1)
         score = np.where(visible, score, -np.inf)
@@ -161,7 +174,9 @@ class Model:
 
     def kv_rows(self, y: Array, p: str, freq: Array) -> Array:
         """The raw rows (T, d), both keys and values, before rounding."""
-        return rotate(rms(y @ self.w[f"{p}attn_kv.weight"].T, self.eps, self.w[f"{p}attn_kv_a_norm.weight"]), np.arange(len(y)), freq)
+        return rotate(
+            rms(y @ self.w[f"{p}attn_kv.weight"].T, self.eps, self.w[f"{p}attn_kv_a_norm.weight"]), np.arange(len(y)), freq
+        )
 
     def attention(self, y: Array, p: str, ratio: int) -> Array:
         t, w, positions = len(y), self.w, np.arange(len(y))
@@ -204,7 +219,12 @@ class Model:
         for e in range(self.meta["expert_count"]):
             row, k = np.nonzero(picks == e)
             if len(row):
-                np.add.at(out, row, weight[row, k, None] * self.expert(y[row], *(w[f"{p}ffn_{name}_exps.weight"][e] for name in ("gate", "up", "down")), limit))
+                np.add.at(
+                    out,
+                    row,
+                    weight[row, k, None]
+                    * self.expert(y[row], *(w[f"{p}ffn_{name}_exps.weight"][e] for name in ("gate", "up", "down")), limit),
+                )
         return out
 
     # ---- the whole ----

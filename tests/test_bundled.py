@@ -38,7 +38,12 @@ def test_own_head(pair: tuple[Path, Path], text: str, threads: int) -> None:
             session.set_mtp(depth, margin)
             session.eval(ids)
             tokens = session.generate(LENGTH)
-            result = tokens, bits(session.logits()), bits(session.head_logits(session.position - 9, session.position - 1)), list(session.stats.accepted)
+            result = (
+                tokens,
+                bits(session.logits()),
+                bits(session.head_logits(session.position - 9, session.position - 1)),
+                list(session.stats.accepted),
+            )
             session.close()
             return result
 
@@ -53,12 +58,19 @@ def test_own_head(pair: tuple[Path, Path], text: str, threads: int) -> None:
 
 def test_held_out(root: Path, ds4: Path, pair: tuple[Path, Path]) -> None:
     """On text that no training saw, the head's first draft is the target's choice at least 65% of the time."""
-    out = subprocess.run([ds4, "-m", pair[0], "--mtp", pair[1], "--perplexity-file", root / "models/held-out.txt", "-c", "1024"], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [ds4, "-m", pair[0], "--mtp", pair[1], "--perplexity-file", root / "models/held-out.txt", "-c", "1024"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert float(re.search(r"first draft ([\d.]+)%", out)[1]) >= 65
     assert float(re.search(r"nats/token\s+([\d.]+)", out)[1]) < 3.5
 
 
 def test_demo(root: Path, ds4: Path, pair: tuple[Path, Path]) -> None:
     """The README's command: three runs, one text."""
-    out = subprocess.run(["sh", "tests/demo.sh", str(ds4), str(pair[0]), str(pair[1])], cwd=root, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        ["sh", "tests/demo.sh", str(ds4), str(pair[0]), str(pair[1])], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
     assert "the three outputs are identical" in out and out.count("x plain") == 3

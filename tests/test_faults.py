@@ -95,8 +95,13 @@ print("kinds", sorted(failures))
 
 def test_every_request_fails_once(root: Path, tmp_path: Path) -> None:
     code = CHECK.format(tests=str(root / "tests"), python=str(root / "python"), out=str(tmp_path / "s.ds4"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "DS4_TEST_FAULTS": "1", "OPENBLAS_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "DS4_TEST_FAULTS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split()[1]) > 200        # the scenario really asks the system for that much
+    assert int(done.stdout.split()[1]) > 200  # the scenario really asks the system for that much
     for kind in ("out of memory", "cannot start thread", "cannot open", "cannot map", "cannot read", "cannot write"):
         assert kind in done.stdout, done.stdout

@@ -9,7 +9,7 @@ import pytest
 from engine import Engine, bits
 from fixtures import FIXTURES, head_forms
 
-CHUNKS = [(300, 1), (257, 3), (64, 2), (17, 5), (7, 1), (3, 2), (1, 1)]     # rows of a pass, threads
+CHUNKS = [(300, 1), (257, 3), (64, 2), (17, 5), (7, 1), (3, 2), (1, 1)]  # rows of a pass, threads
 
 
 def prefill(engine: Engine, prompt: np.ndarray, chunk: int) -> np.ndarray:

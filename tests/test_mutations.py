@@ -35,7 +35,10 @@ MUTANTS = {
         "        if (index && p->rows[r].position < p->rows[r].s->written) continue;\n        float *to_kv = (index ?",
     ),
     "head row left from drafting": ("s->head_to = min_int(s->head_to, max_int(0, s->position - 1));", ""),
-    "head rows not made for accepted drafts": ("if (s->head_to < to) head_rows(s, s->head_to, to, NULL);", "if (s->head_to < to - 2) head_rows(s, s->head_to, to, NULL);"),
+    "head rows not made for accepted drafts": (
+        "if (s->head_to < to) head_rows(s, s->head_to, to, NULL);",
+        "if (s->head_to < to - 2) head_rows(s, s->head_to, to, NULL);",
+    ),
     "windows counted from the pass": (
         "return p->l->ratio ? (p->rows[r].position + 1) / p->l->ratio : 0;",
         "return p->l->ratio ? (p->rows[p->n - 1].position + 1) / p->l->ratio : 0;",
@@ -45,8 +48,14 @@ MUTANTS = {
         "        rms_norm(k, c->dim, y, j->norm, c->norm_eps * (j->p->n > 1 ? 1.001f : 1.0f), y);",
     ),
     "margin ignored": ("bool keep = match && lead >= s->margin &&", "bool keep = (match || lead > -1.0f) &&"),
-    "accepts the second best": ("bool match = k->argmax(V, z) == c->drafts[i];", "bool match = lead_of(k, V, z, c->drafts[i]) > -0.5f;"),
-    "streams not kept": ("memcpy(session_streams(rows[r].s, rows[r].position), e->s.x", "if (r == 0) memcpy(session_streams(rows[r].s, rows[r].position), e->s.x"),
+    "accepts the second best": (
+        "bool match = k->argmax(V, z) == c->drafts[i];",
+        "bool match = lead_of(k, V, z, c->drafts[i]) > -0.5f;",
+    ),
+    "streams not kept": (
+        "memcpy(session_streams(rows[r].s, rows[r].position), e->s.x",
+        "if (r == 0) memcpy(session_streams(rows[r].s, rows[r].position), e->s.x",
+    ),
 }
 
 # What runs against a mutant, in a process of its own. The depths and places are few: a fault that shows only by luck would
@@ -112,7 +121,7 @@ print("all equal")
 """
 
 
-FEW = ["none", "stale compressed row", "index ring not rewound", "a sum that depends on the row count"]     # all with DS4_DEEP=1
+FEW = ["none", "stale compressed row", "index ring not rewound", "a sum that depends on the row count"]  # all with DS4_DEEP=1
 
 
 @pytest.mark.parametrize("name", MUTANTS if os.environ.get("DS4_DEEP") else FEW)
@@ -127,7 +136,21 @@ def test_mutant_is_caught(root: Path, tmp_path: Path, name: str) -> None:
     for path in (*root.glob("tests/*.inc"), root / "tests/hooks.c"):
         (tmp_path / "tests" / path.name).write_bytes(path.read_bytes())
     library = tmp_path / "hooks.so"
-    command = [os.environ.get("CC", "cc"), "-O1", "-w", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", str(tmp_path / "tests/hooks.c"), "-o", str(library), "-lm"]
+    command = [
+        os.environ.get("CC", "cc"),
+        "-O1",
+        "-w",
+        "-std=c11",
+        "-D_GNU_SOURCE",
+        "-ffp-contract=off",
+        "-fPIC",
+        "-shared",
+        "-pthread",
+        str(tmp_path / "tests/hooks.c"),
+        "-o",
+        str(library),
+        "-lm",
+    ]
     subprocess.run(command, check=True)
     code = CHECK.format(tests=str(root / "tests"), python=str(root / "python"), library=str(library))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

@@ -12,8 +12,20 @@ from fixtures import rewrite, tensors_of
 from gguf import GGMLQuantizationType as Type
 from test_types import SHAPE
 
-NAMES = ["token_embd.weight", "output.weight", "output_norm.weight", "output_hc_fn.weight", "blk.1.attn_norm.weight", "blk.1.attn_q_a.weight", "blk.1.attn_kv.weight", "blk.0.attn_sinks.weight",
-         "blk.0.ffn_down_shexp.weight", "blk.1.hc_ffn_scale.weight", "blk.0.attn_output_b.weight", "blk.2.attn_compressor_kv.weight"]
+NAMES = [
+    "token_embd.weight",
+    "output.weight",
+    "output_norm.weight",
+    "output_hc_fn.weight",
+    "blk.1.attn_norm.weight",
+    "blk.1.attn_q_a.weight",
+    "blk.1.attn_kv.weight",
+    "blk.0.attn_sinks.weight",
+    "blk.0.ffn_down_shexp.weight",
+    "blk.1.hc_ffn_scale.weight",
+    "blk.0.attn_output_b.weight",
+    "blk.2.attn_compressor_kv.weight",
+]
 
 
 def spoilt(array: np.ndarray, value: float) -> np.ndarray:
@@ -46,7 +58,7 @@ def test_spoilt_target(data: Path, tmp_path: Path, name: str, value: float) -> N
                 assert f"non-finite logits at position {session.position}" in outcome
             n = min(len(tokens), 40)
             outcomes.append((outcome, tokens[:n]))
-            session.rewind(0)               # the session is still usable
+            session.rewind(0)  # the session is still usable
             assert session.position == 0
     assert outcomes[0][1][:40] == outcomes[1][1][: len(outcomes[0][1])] and outcomes[0][0] == outcomes[1][0]
 
@@ -54,7 +66,12 @@ def test_spoilt_target(data: Path, tmp_path: Path, name: str, value: float) -> N
 def test_spoilt_head(data: Path, tmp_path: Path) -> None:
     """A head that computes NaN drafts nothing; the text is plain's."""
     target, source = data / "tiny" / "target.gguf", data / "tiny" / "head-ds4.gguf"
-    head = rewrite(source, tmp_path / "h.gguf", arch="deepseek4_mtp_support", tensors={"mtp.0.norm.weight": spoilt(tensors_of(source)["mtp.0.norm.weight"].data, np.nan)})
+    head = rewrite(
+        source,
+        tmp_path / "h.gguf",
+        arch="deepseek4_mtp_support",
+        tensors={"mtp.0.norm.weight": spoilt(tensors_of(source)["mtp.0.norm.weight"].data, np.nan)},
+    )
     texts = []
     for depth in (0, 4):
         with Engine(target, head, mtp_draft=depth, ctx=256) as engine:

@@ -22,7 +22,7 @@ def test_real_widths(tmp_path: Path) -> None:
     shape = gw.Shape(vocab=4096, experts=8, hash_layers=1)
     synth.make_target(tmp_path / "m.gguf", shape, synth.Types(), 1)
     synth.make_head(tmp_path / "h.gguf", shape, synth.Types(gate_up=synth.Type.Q4_K, down=synth.Type.Q4_K), 2)
-    prompt = np.random.default_rng(0).integers(266, 4096, 140)      # over the window, and past one window of ratio 128
+    prompt = np.random.default_rng(0).integers(266, 4096, 140)  # over the window, and past one window of ratio 128
     before = private_bytes()
     with Engine(tmp_path / "m.gguf", tmp_path / "h.gguf", ctx=1024, prefill_chunk=64, mtp_draft=2, mtp_margin=0.0) as engine:
         session = engine.session()
@@ -31,7 +31,7 @@ def test_real_widths(tmp_path: Path) -> None:
         tokens = session.generate(8)
         assert np.isfinite(session.logits()).all() and session.stats.head_passes > 0
         used, stated = private_bytes() - before, engine.info.scratch_bytes + engine.info.session_bytes
-        assert used < stated + (32 << 20), (used, stated)               # the weights are mapped, not copied
+        assert used < stated + (32 << 20), (used, stated)  # the weights are mapped, not copied
         assert engine.info.weight_bytes < engine.info.file_bytes
         plain = engine.session()
         plain.set_stops([], ignore_eos=True)

@@ -66,7 +66,13 @@ def test_every_accept_length(plains: dict[str, Plain], name: str, depth: int, th
     plain, every = plains[name], name == "tiny" and threads == 1
     with Engine(plain.target, plain.head, threads=threads) as engine:
         for margin in (0.0, 0.3, 3.0, 1000.0):
-            places = [-1, *range(depth)] if margin == 0 and every else [-1] if margin == 1000 else sorted({-1, depth // 2, depth - 1} if margin == 0 else {-1, depth - 1})
+            places = (
+                [-1, *range(depth)]
+                if margin == 0 and every
+                else [-1]
+                if margin == 1000
+                else sorted({-1, depth // 2, depth - 1} if margin == 0 else {-1, depth - 1})
+            )
             for wrong in places:
                 session = started(engine, plain.prompt)
                 session.set_mtp(depth, margin)
@@ -75,7 +81,7 @@ def test_every_accept_length(plains: dict[str, Plain], name: str, depth: int, th
                 same_end(session, plain)
                 identity(session)
                 accepted = list(session.stats.accepted)
-                if margin == 0:     # exactly the drafts before the wrong one are taken
+                if margin == 0:  # exactly the drafts before the wrong one are taken
                     assert all(accepted[: depth if wrong < 0 else wrong])
                     assert not any(accepted[depth if wrong < 0 else wrong :])
                 if margin == 1000:
@@ -114,7 +120,10 @@ def test_own_head(plains: dict[str, Plain], data: Path, name: str, layout: str) 
 def test_fork_rewind_and_snapshots_in_mid_speculation(plains: dict[str, Plain], name: str) -> None:
     """At any point of a speculative run a fork, a rewound copy and a resumed snapshot go on with plain's bits."""
     plain = plains[name]
-    with Engine(plain.target, plain.head, max_rewind=64) as engine, Engine(plain.target, plain.head, max_rewind=64, prefill_chunk=32, threads=1) as other:
+    with (
+        Engine(plain.target, plain.head, max_rewind=64) as engine,
+        Engine(plain.target, plain.head, max_rewind=64, prefill_chunk=32, threads=1) as other,
+    ):
         session = started(engine, plain.prompt)
         session.set_mtp(4, 0)
         session.script(plain.text, 2)
@@ -178,7 +187,7 @@ def test_stops_and_limits(plains: dict[str, Plain]) -> None:
                 session.set_mtp(depth, 0)
                 session.script(plain.text)
                 assert session.generate(most) == plain.tokens[:most]
-                assert session.generate(500) == plain.tokens[most:100]     # the last slot of the context is used
+                assert session.generate(500) == plain.tokens[most:100]  # the last slot of the context is used
                 with pytest.raises(Failed, match="context is full"):
                     session.step(5, 1)
                 session.close()
@@ -200,13 +209,25 @@ def test_margin_env_free_log(plains: dict[str, Plain]) -> None:
 def test_snapshot_is_refused(plains: dict[str, Plain], tmp_path: Path) -> None:
     """Another model, another kv type, a damaged or longer snapshot: refused whole, the session as it was."""
     plain, foreign = plains["tiny"], plains["odd"]
-    with Engine(plain.target, kv_type="f16") as engine, Engine(foreign.target) as wrong, Engine(plain.target, kv_type="f32") as f32, Engine(plain.target, ctx=20, max_rewind=20) as small:
+    with (
+        Engine(plain.target, kv_type="f16") as engine,
+        Engine(foreign.target) as wrong,
+        Engine(plain.target, kv_type="f32") as f32,
+        Engine(plain.target, ctx=20, max_rewind=20) as small,
+    ):
         session = started(engine, plain.prompt)
         good = session.save()
         broken = bytearray(good)
         broken[len(broken) // 2] ^= 1
-        for target, data, message in ((wrong, good, "another model"), (f32, good, "kv type"), (engine, bytes(broken), "checksum"), (engine, good[:-1], "damaged"), (engine, good[:20], "not a snapshot"),
-                                      (small, good, "does not fit"), (engine, b"x" * len(good), "not a snapshot")):
+        for target, data, message in (
+            (wrong, good, "another model"),
+            (f32, good, "kv type"),
+            (engine, bytes(broken), "checksum"),
+            (engine, good[:-1], "damaged"),
+            (engine, good[:20], "not a snapshot"),
+            (small, good, "does not fit"),
+            (engine, b"x" * len(good), "not a snapshot"),
+        ):
             s = target.session()
             s.eval([3, 5, 7])
             before = bits(s.logits())

@@ -47,7 +47,10 @@ def same(fast: Session, plain: Session, text: Text) -> None:
     assert fast.save() == plain.save(), f"state at position {fast.position}"
     assert np.array_equal(bits(fast.logits()), bits(plain.logits()))
     window = min(fast.position - 1, 24)
-    assert np.array_equal(bits(fast.head_logits(fast.position - 1 - window, fast.position - 1)), bits(plain.head_logits(plain.position - 1 - window, plain.position - 1)))
+    assert np.array_equal(
+        bits(fast.head_logits(fast.position - 1 - window, fast.position - 1)),
+        bits(plain.head_logits(plain.position - 1 - window, plain.position - 1)),
+    )
 
 
 def cycles(fast: Session, plain: Session, text: Text, wrongs: list[int], depth: int) -> None:
@@ -66,8 +69,15 @@ def test_every_accept_length_everywhere(texts: dict[str, Text], name: str, max_r
     """Each accept length 0..4, starting at every position modulo 4, around the window's and the rings' wraps and modulo 128."""
     text, depth = texts[name], 4
     with Engine(*text.files, prefill_chunk=20, max_rewind=max_rewind, ctx=1024, mtp_margin=0.0) as engine:
-        ring = 20 + min(max_rewind, 1024)     # raw rows: + window - 1; compressor rows: + 3, + 7 or + 127
-        starts = sorted({*range(41, 45), *range(120, 137), *range(248, 262), *(ring + w + k for w in (3, 7, 11, 15, 19, 127) for k in range(-3, 4) if 41 <= ring + w + k < 520)})
+        ring = 20 + min(max_rewind, 1024)  # raw rows: + window - 1; compressor rows: + 3, + 7 or + 127
+        starts = sorted(
+            {
+                *range(41, 45),
+                *range(120, 137),
+                *range(248, 262),
+                *(ring + w + k for w in (3, 7, 11, 15, 19, 127) for k in range(-3, 4) if 41 <= ring + w + k < 520),
+            }
+        )
         for start in starts:
             for accepted in range(depth + 1):
                 fast, plain = text.session(engine, start), text.session(engine, start)
@@ -135,7 +145,7 @@ def test_rewind_limits(texts: dict[str, Text]) -> None:
         assert session.save() == before
         session.eval(text.tokens[170:180])
         with pytest.raises(Failed, match="cannot rewind"):
-            session.rewind(169)         # the highest was 200
+            session.rewind(169)  # the highest was 200
         plain = text.session(engine, 180)
         assert np.array_equal(bits(session.logits()), bits(plain.logits()))
         session.rewind(0)

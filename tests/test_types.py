@@ -13,13 +13,45 @@ from engine import Engine, bits
 from gguf import GGMLQuantizationType as Type
 from test_forward import isas
 
-SHAPE = gw.Shape(ratios=[0, 4, 128], vocab=300, width=256, heads=4, head_width=128, rotary=32, q_rank=256, o_groups=2, o_rank=128, experts=4, experts_used=2, expert_width=256,
-                 hash_layers=1, window=16, index_heads=4, index_width=64, index_top_k=8, sinkhorn=4, context=1024, yarn_original=256)
+SHAPE = gw.Shape(
+    ratios=[0, 4, 128],
+    vocab=300,
+    width=256,
+    heads=4,
+    head_width=128,
+    rotary=32,
+    q_rank=256,
+    o_groups=2,
+    o_rank=128,
+    experts=4,
+    experts_used=2,
+    expert_width=256,
+    hash_layers=1,
+    window=16,
+    index_heads=4,
+    index_width=64,
+    index_top_k=8,
+    sinkhorn=4,
+    context=1024,
+    yarn_original=256,
+)
 
 # Root mean square of the logits' difference over that of the logits. What is left is rounding activations to int8 (by 32 or by
 # 256 values) and F16 rows; a router's near-tie that it flips moves one row far, hence the median over rows.
-BOUNDS = {Type.F32: 1e-5, Type.F16: 1e-5, Type.BF16: 1e-5, Type.Q8_0: 0.05, Type.Q4_0: 0.05, Type.MXFP4: 0.05, Type.Q4_K: 0.08, Type.Q5_K: 0.08, Type.Q6_K: 0.08, Type.Q3_K: 0.08, Type.Q2_K: 0.08,
-          Type.IQ2_XXS: 0.08}
+BOUNDS = {
+    Type.F32: 1e-5,
+    Type.F16: 1e-5,
+    Type.BF16: 1e-5,
+    Type.Q8_0: 0.05,
+    Type.Q4_0: 0.05,
+    Type.MXFP4: 0.05,
+    Type.Q4_K: 0.08,
+    Type.Q5_K: 0.08,
+    Type.Q6_K: 0.08,
+    Type.Q3_K: 0.08,
+    Type.Q2_K: 0.08,
+    Type.IQ2_XXS: 0.08,
+}
 TOKENS = np.random.default_rng(3).integers(8, 300, 150)
 
 

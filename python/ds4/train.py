@@ -86,9 +86,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     """A byte-level BPE with DeepSeek-V3's pre-split, the control tokens first."""
     t = Tokenizer(models.BPE())
     splits = [pre_tokenizers.Split(Regex(s), "isolated") for s in SPLITS]
-    t.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    t.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     t.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
@@ -707,9 +705,7 @@ class Trainer:
             if self.steps % 20 == 0:
                 loss, draft = np.nanmean(np.array(recent), 0)
                 speed = self.steps * BATCH * LENGTH / self.seconds
-                self.say(
-                    f"step {self.steps}  {self.seconds:.0f} s  loss {loss:.3f}  head {draft:.3f}  {speed:.0f} tokens/s"
-                )
+                self.say(f"step {self.steps}  {self.seconds:.0f} s  loss {loss:.3f}  head {draft:.3f}  {speed:.0f} tokens/s")
                 recent.clear()
             if time.time() - saved > 240:
                 self.save()
@@ -828,7 +824,13 @@ def main() -> None:
     ap.add_argument("--seed", type=int, default=0)
     ap.add_argument("--threads", type=int, default=2)
     ap.add_argument("--resume", action="store_true", help="go on from OUT_DIR/checkpoint.pt")
-    ap.add_argument("--start", nargs=2, type=Path, metavar=("TARGET", "HEAD"), help="begin from a trained pair, F32 GGUF files; OUT_DIR holds its tokenizer.json")
+    ap.add_argument(
+        "--start",
+        nargs=2,
+        type=Path,
+        metavar=("TARGET", "HEAD"),
+        help="begin from a trained pair, F32 GGUF files; OUT_DIR holds its tokenizer.json",
+    )
     ap.add_argument("--export-only", action="store_true", help="measure and export OUT_DIR/checkpoint.pt")
     a = ap.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,14 @@ from pathlib import Path
 
 from tokenizers import Regex, pre_tokenizers
 
-CLASSES = ((1, "L", r"\p{L}"), (2, "M", r"\p{M}"), (3, "N", r"\p{N}"), (4, "P", r"\p{P}"), (5, "S", r"\p{S}"), (6, "space", r"\s"))
+CLASSES = (
+    (1, "L", r"\p{L}"),
+    (2, "M", r"\p{M}"),
+    (3, "N", r"\p{N}"),
+    (4, "P", r"\p{P}"),
+    (5, "S", r"\p{S}"),
+    (6, "space", r"\s"),
+)
 LAST = 0x110000
 PAGES = 0x200  # pages of 256 code points that have an index entry: the first two planes
 
