@@ -6,7 +6,7 @@
  *
  * What holds: a refused snapshot leaves the session as it was, byte for byte; one that is accepted leaves a session that goes on
  * (or says that its logits are not finite); and after a good one is loaded everything is as it should be. */
-#include "ds4_plain.h"
+#include "../ds4.c"
 
 enum { SEAL = 1, PATCH = 2, GO_ON = 16, MOST = 40, ROOM = 1 << 20 };
 

@@ -579,7 +579,8 @@ class Trainer:
     """A target, its head, their optimisers and the clock; saved to and resumed from one file."""
 
     def __init__(self, out: Path, seed: int) -> None:
-        self.out, self.steps, self.seconds, self.started = out, 0, 0.0, False
+        self.out, self.steps, self.seconds = out, 0, 0.0
+        self.started = self.head_only = False
         self.rng = torch.Generator().manual_seed(seed)
         self.target, self.head = Target(SHAPE), Head(SHAPE)
         for m in (self.target, self.head):
@@ -669,23 +670,28 @@ class Trainer:
         """
         late = part > 0.55  # from here on the indexer learns, and the head at every step and a third draft
         ids = self.sample()
-        logits, streams, index = self.target(ids, select=False, teach=late and self.steps % 2 == 0)
+        trained: list[nn.Module] = []
+        if self.head_only:
+            with torch.no_grad():
+                logits, streams, _ = self.target(ids)
+        else:
+            logits, streams, index = self.target(ids, select=False, teach=late and self.steps % 2 == 0)
+            trained.append(self.target)
         logits = logits.view(BATCH, LENGTH, -1)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        (loss + 0.1 * index).backward()
-        trained: list[nn.Module] = [self.target]
+        if trained:
+            (loss + 0.1 * index).backward()
         draft = float("nan")
-        if late or self.started or self.steps % 4 == 0:
+        if late or self.started or self.head_only or self.steps % 4 == 0:
             trained.append(self.head)
-            goal = logits.detach()[:, 1:].softmax(-1)
-            depth = 3 if late else 2
+            goal = (logits.detach()[:, 1:] * (1.5 if self.head_only else 1.0)).softmax(-1)  # the choice, more than its odds
             losses = []
-            for back, row in enumerate(self.head.drafts(self.target, streams.detach(), ids, depth)):
+            for back, row in enumerate(self.head.drafts(self.target, streams.detach(), ids, 3 if late else 2)):
                 logp = row[:, back:-1].log_softmax(-1)
                 losses.append(-(goal[:, back:] * logp).sum(-1).mean())
             torch.stack([x * w for x, w in zip(losses, (1.0, 0.6, 0.4), strict=False)]).sum().backward()
             draft = losses[0].item()
-        for m, opts in zip(trained, self.opts, strict=False):
+        for m, opts in ((m, self.opts[m is self.head]) for m in trained):
             nn.utils.clip_grad_norm_(m.parameters(), 1.0)
             for o in opts:
                 for group in o.param_groups:
@@ -831,6 +837,7 @@ def main() -> None:
         metavar=("TARGET", "HEAD"),
         help="begin from a trained pair, F32 GGUF files; OUT_DIR holds its tokenizer.json",
     )
+    ap.add_argument("--head-only", action="store_true", help="from the checkpoint on, for --minutes, train the head alone")
     ap.add_argument("--export-only", action="store_true", help="measure and export OUT_DIR/checkpoint.pt")
     a = ap.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
@@ -838,9 +845,11 @@ def main() -> None:
     torch.set_num_threads(a.threads)
     torch.set_flush_denormal(True)
     t = Trainer(a.out, a.seed)
-    if a.resume or a.export_only:
+    if a.resume or a.export_only or a.head_only:
         t.load()
-    if a.start and not (a.resume or a.export_only):
+    if a.head_only:
+        t.head_only, t.steps, t.seconds = True, 0, 0.0
+    if a.start and not (a.resume or a.export_only or a.head_only):
         t.start(*a.start)
     millions = [sum(p.numel() for p in m.parameters()) / 1e6 for m in (t.target, t.head)]
     t.say(
