@@ -4444,6 +4444,7 @@ struct ds4_session {
     int position; /* tokens committed */
     int floor; /* the highest position ever reached (since the last rewind to 0) less max_rewind, at least 0 */
     int written; /* rows ever written, rejected ones included */
+    int streams_from; /* streams from here on were ever in the ring: a snapshot brings the last ones only */
     int *tokens; /* (ctx + DS4_MAX_DRAFT + 1,) */
     cache *caches; /* a layer each, then the head's */
     float *streams; /* (stream_ring, n_streams * dim): the target's last streams */
@@ -5577,6 +5578,7 @@ int ds4_session_step(ds4_session *s, int token, int max, int *out) {
 }
 
 int ds4_session_eval_speculative_argmax(ds4_session *s, int first, int max) {
+    if (!s) return fail("no session: ds4_engine_open_session failed, or was not called");
     if (max < 1) return fail("max is %d; expected at least 1", max);
     for (int token = first;;) {
         cycle c = {.s = s, .token = token, .max = max};
@@ -5614,14 +5616,14 @@ static double uniform(uint64_t seed, uint64_t position, uint64_t id) {
         x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
         x ^= x >> 31;
     }
-    return ((double)(x >> 11) + 0.5) * 0x1p-53;
+    return ((double)(x >> 12) + 0.5) * 0x1p-52;
 }
 
 static int check_gen(const ds4_gen *g) {
     if (!(g->temperature >= 0 && g->temperature <= 100))
         return fail("temperature is %g; expected 0 to 100", (double)g->temperature);
     if (g->top_k < 0) return fail("top_k is %d; expected 0 or more", g->top_k);
-    if (!(g->top_p > 0 && g->top_p <= 1)) return fail("top_p is %g; expected above 0, at most 1", (double)g->top_p);
+    if (!(g->top_p >= 0 && g->top_p <= 1)) return fail("top_p is %g; expected 0 to 1", (double)g->top_p);
     if (!(g->min_p >= 0 && g->min_p <= 1)) return fail("min_p is %g; expected 0 to 1", (double)g->min_p);
     return 0;
 }
@@ -5645,7 +5647,13 @@ static int filter(candidate *c, int n, const ds4_gen *g) {
 
 /* The draw at a position from logits z (n). `room` holds n candidates. */
 static int draw(const float *z, int n, const ds4_gen *g, int position, candidate *room) {
-    for (int i = 0; i < n; i++) room[i] = (candidate){z[i] / g->temperature, i};
+    double top = (double)z[0];
+    for (int i = 1; i < n; i++) top = (double)z[i] > top ? (double)z[i] : top;
+    /* Relative to the best one, so that no temperature overflows it. */
+    for (int i = 0; i < n; i++) {
+        double x = ((double)z[i] - top) / (double)g->temperature;
+        room[i] = (candidate){x > -1e30 ? (float)x : -1e30f, i};
+    }
     int kept = filter(room, n, g), best = -1;
     double best_score = 0;
     for (int i = 0; i < kept; i++) {
@@ -6021,7 +6029,11 @@ bad:
     return NULL;
 }
 
-ds4_session *ds4_engine_open_session(ds4_engine *e) { return session_new(e); }
+ds4_session *ds4_engine_open_session(ds4_engine *e) {
+    if (e) return session_new(e);
+    fail("no engine: ds4_engine_new failed, or was not called");
+    return NULL;
+}
 
 void ds4_session_free(ds4_session *s) {
     if (!s) return;
@@ -6106,7 +6118,8 @@ int ds4_session_head_logits(ds4_session *s, int from, int to, float *out) {
     if (!e->model->has_head) return fail("no MTP head is loaded");
     if (from < 0 || from > to || to > s->position - 1)
         return fail("head rows %d to %d: expected rows below %d, whose next token is known", from, to, s->position - 1);
-    int first = s->written - s->stream_ring + s->stream_need - 1;
+    int oldest = max_int(s->written - s->stream_ring, s->streams_from);
+    int first = oldest > 0 ? oldest + s->stream_need - 1 : 0;
     if (from < first) return fail("head rows from %d: rows from %d on can still be made", from, first);
     pthread_mutex_lock(&e->run);
     head_catch_up(s, from);
@@ -6170,6 +6183,7 @@ int ds4_session_top_logprobs(ds4_session *s, int n, ds4_logprob *out) {
     const float *z = ds4_session_logits(s);
     int V = e->model->c.n_vocab;
     if (!z) return -1;
+    if (n < 0) return fail("%d logprobs asked for; expected 0 or more", n);
     n = min_int(n, V);
     pthread_mutex_lock(&e->run);
     double total = log_sum_exp(z, V);
@@ -6192,7 +6206,7 @@ int ds4_session_rewind(ds4_session *s, int position) {
         return fail("cannot rewind to %d: with max_rewind %d, 0 or %d and above can be reached", position, s->max_rewind,
                     s->floor);
     s->position = position;
-    if (position == 0) s->floor = s->written = s->head_from = s->head_to = 0;
+    if (position == 0) s->floor = s->written = s->streams_from = s->head_from = s->head_to = 0;
     s->logits_row = -1;
     s->step_rows = 0;
     session_settle(s);
@@ -6347,6 +6361,7 @@ static int load_snapshot(ds4_session *s, const void *buf, size_t n, const char *
     s->position = h.position;
     s->floor = h.floor;
     s->written = h.position;
+    s->streams_from = max_int(0, h.floor - s->stream_need);
     session_moved(s);
     s->head_from = s->head_to = 0;
     s->logits_row = -1;

@@ -46,7 +46,7 @@ typedef void (*ds4_log_fn)(void *ctx, const char *message);
 typedef void (*ds4_progress_fn)(void *ctx, const char *what, int64_t done, int64_t total);
 
 /* How a token is drawn from logits. temperature 0 is greedy: argmax, ties to the lowest id. Otherwise the filters run in
- * this order: temperature, top_k (0: off), top_p (1: off), min_p (0: off); ties are kept by lowest id. The draw at
+ * this order: temperature, top_k (0: off), top_p (0 to 1; 1: off), min_p (0: off); ties are kept by lowest id. The draw at
  * position i is argmax(log p + Gumbel noise of (seed, i, id)): the same seed gives the same text. */
 typedef struct {
     float temperature;
@@ -73,7 +73,7 @@ typedef struct {
     bool raw_vocab_ok;                 /* accept a file without a usable tokenizer: token ids only */
     const char *isa;                   /* kernels: NULL or "auto", "scalar", "avx2", "avx512", "neon"; all give the same bits */
     bool conf_log;                     /* one line a draft to log: position, ids, leads, margin, verdict */
-    ds4_log_fn log;                    /* may be NULL; may be called from any thread that calls the library */
+    ds4_log_fn log;                    /* may be NULL; called from the threads that call the library; must not call it */
     ds4_progress_fn progress;          /* may be NULL */
     void *callback_ctx;                /* first argument of log and progress */
 } ds4_cfg;
@@ -143,7 +143,7 @@ typedef struct {
     const char *content;               /* UTF-8, never read as control tokens */
     const char *reasoning;             /* of an assistant turn, or NULL */
 } ds4_message;
-/* Renders messages as the V4 template does (model.md), ready to be continued by the assistant. A base model takes the texts
+/* Renders messages as DeepSeek-V4's published template does, ready to be continued by the assistant. A base model takes the texts
  * after one BOS. Returns as ds4_tokenize does. */
 int64_t ds4_chat(const ds4_engine *engine, const ds4_message *messages, size_t n, ds4_think think, int *out, size_t cap);
 
@@ -203,8 +203,8 @@ const float *ds4_session_step_logits(ds4_session *s, int i);
  * comes (it is not evaluated). Returns the next token, -1 only on failure; what was committed is ds4_session_tokens. */
 int ds4_session_eval_speculative_argmax(ds4_session *s, int first, int max);
 
-/* Makes the session's running call (and the next one, if none runs) end with an error after the pass in work. Any thread;
- * safe in a signal handler. */
+/* Makes the session's running call end with an error after the pass in work, and every later one until
+ * ds4_session_clear_cancel. Any thread; safe in a signal handler. */
 void ds4_session_cancel(ds4_session *s);
 /* Whether a cancel is waiting or ended the last call; cleared by ds4_session_clear_cancel. */
 bool ds4_session_cancelled(const ds4_session *s);

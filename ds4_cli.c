@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/ioctl.h>
 #include <termios.h>
 #include <time.h>
@@ -159,7 +160,14 @@ static int read_file(const char *path, Bytes *out) {
     return error ? -1 : 0;
 }
 
-static FILE *open_output(const char *path) {
+/* Refuses a path that is the model or the head: they are mapped, and truncating them would end the process. */
+static FILE *open_output(const char *path, const ds4_info *info) {
+    struct stat out, in;
+    const char *const models[] = {info->model_path, info->mtp_path};
+    for (int i = 0; i < 2; i++)
+        if (models[i] && stat(path, &out) == 0 && stat(models[i], &in) == 0 && out.st_dev == in.st_dev &&
+            out.st_ino == in.st_ino)
+            fail("%s: is the model's own file; choose another for output", path);
     FILE *f = fopen(path, "wb");
     if (!f) fail("%s: %s", path, strerror(errno));
     return f;
@@ -495,6 +503,8 @@ static void finish_cfg(Options *opt, const char *argv0) {
     /* the head's logits are read for rows that a session can still go back to: some there must be */
     bool head_rows = opt->head_logits || (opt->perplexity && head);
     if (head_rows && cfg->max_rewind < 2) cfg->max_rewind = 2;
+    /* A stop text that ends inside an accepted block takes the rest of the block back. */
+    if (opt->stops.len && head && cfg->max_rewind < cfg->mtp_draft) cfg->max_rewind = cfg->mtp_draft;
 }
 
 static Options read_options(int argc, char **argv) {
@@ -1104,13 +1114,13 @@ static void write_stats(const App *app, const Answer *answer, FILE *f) {
 /* ---- 7 dumps and inspection ----------------------------------------------------------------------------------------- */
 
 /* A NumPy file of float32 [rows, columns], little-endian, with its rows still to be written. */
-static FILE *create_npy(const char *path, size_t rows, size_t columns) {
+static FILE *create_npy(const App *app, const char *path, size_t rows, size_t columns) {
     char header[128];
     memcpy(header, "\x93NUMPY\x01\x00\x76\x00", 10);           /* 118 bytes follow, so that the data is aligned to 64 */
     int n = snprintf(header + 10, 118, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %zu), }", rows, columns);
     memset(header + 10 + n, ' ', (size_t)(117 - n));
     header[127] = '\n';
-    FILE *f = open_output(path);
+    FILE *f = open_output(path, &app->info);
     fwrite(header, 1, sizeof header, f);
     return f;
 }
@@ -1137,8 +1147,8 @@ static void dump_rows(void *ctx, const float *target, int first, int rows, const
 static void eval_to_files(App *app, const Ids *ids) {
     const Options *opt = &app->opt;
     LogitFiles files = {.vocab = (size_t)app->info.vocab, .opt = opt};
-    if (opt->logits) files.target = create_npy(opt->logits, ids->len, files.vocab);
-    if (opt->head_logits) files.head = create_npy(opt->head_logits, ids->len - 1, files.vocab);
+    if (opt->logits) files.target = create_npy(app, opt->logits, ids->len, files.vocab);
+    if (opt->head_logits) files.head = create_npy(app, opt->head_logits, ids->len - 1, files.vocab);
     eval_rows(app, ids, files.target != NULL, files.head != NULL, dump_rows, &files);
     if (files.target) close_output(files.target, opt->logits);
     if (files.head) close_output(files.head, opt->head_logits);
@@ -1998,8 +2008,8 @@ static int run_answer(App *app, const Prompt *prompt, const Ids *full) {
     const Options *opt = &app->opt;
     open_session(app);
     catch_interrupts(app, false);
-    FILE *json = opt->stats_json ? open_output(opt->stats_json) : NULL;
-    if (opt->logprobs) app->logprobs = open_output(opt->logprobs);
+    FILE *json = opt->stats_json ? open_output(opt->stats_json, &app->info) : NULL;
+    if (opt->logprobs) app->logprobs = open_output(opt->logprobs, &app->info);
     eval_prompt(app, prompt, full);
     int most = dumps_logits(opt) && opt->tokens == TOKENS_DEFAULT ? 0 : most_tokens(app);
     Out out = {.silent = opt->print_ids, .terminal = isatty(STDOUT_FILENO), .stops = &opt->stops};

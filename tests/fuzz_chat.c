@@ -16,7 +16,8 @@ static void must(bool holds) {
 
 /* A vocabulary of control tokens, bytes and some merges; without the DSML token the format spells it. */
 static tokenizer *vocabulary(int options) {
-    static const char *const controls[CONTROLS] = {"<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜"};
+    static const char *const controls[CONTROLS] = {"<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<｜User｜>",
+                                                   "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜"};
     static const char *const merges[] = {"t h", "th e", "< t", "< /", "u s", "Ċ Ċ"}, *const made[] = {"th", "the", "<t", "</", "us", "ĊĊ"};
     enum { MERGES = sizeof merges / sizeof *merges };
     str tokens[CONTROLS + 256 + MERGES], merge[MERGES];
@@ -41,7 +42,8 @@ static tokenizer *vocabulary(int options) {
         tokens[n++] = str_of(made[i]);
     }
     const char *template = options & BETTER_TEMPLATE ? "<｜User｜><｜Assistant｜></think> Beyond maximum" : "<｜User｜><｜Assistant｜></think>";
-    tok_source source = {.tokens = tokens, .n_tokens = n, .types = types, .merges = merge, .n_merges = MERGES, .model = str_of("gpt2"), .pre = str_of("deepseek-v3"), .bos = ID_BOS, .eos = ID_EOS, .pad = ID_PAD};
+    tok_source source = {.tokens = tokens, .n_tokens = n, .types = types, .merges = merge, .n_merges = MERGES,
+                         .model = str_of("gpt2"), .pre = str_of("deepseek-v3"), .bos = ID_BOS, .eos = ID_EOS, .pad = ID_PAD};
     if (!(options & BASE_MODEL)) source.chat_template = str_of(template);
     return tok_new(&source);
 }
@@ -97,7 +99,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         bool digit = f[0][0] >= '0' && f[0][0] <= '4' && !f[0][1];
         argument[n] = (chat_argument){f[5] ? f[5] : "", f[6], options & 128};
         call[n] = (chat_call){f[4] ? f[4] : "", &argument[n], f[5] ? 1 : 0};
-        m[n] = (chat_message){.role = digit ? roles[f[0][0] - '0'] : f[0], .content = f[1], .reasoning = f[2], .tools = f[3] && *f[3] ? f[3] : NULL, .calls = &call[n], .n_calls = f[4] && *f[4] ? 1 : 0};
+        m[n] = (chat_message){.role = digit ? roles[f[0][0] - '0'] : f[0], .content = f[1], .reasoning = f[2],
+                              .tools = f[3] && *f[3] ? f[3] : NULL, .calls = &call[n], .n_calls = f[4] && *f[4] ? 1 : 0};
     }
     tokenizer *t = vocabulary(options);
     must(t);

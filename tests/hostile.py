@@ -175,7 +175,8 @@ BAD_NAMES = {
 
 def names(header: Header) -> Iterator[Case]:
     """Keys, tensors and texts whose bytes a message must not repeat as they are."""
-    quoted = [b"general.architecture", b"general.name", b"deepseek4.rope.scaling.type", b"tokenizer.ggml.model", b"tokenizer.ggml.pre", b"tokenizer.chat_template", b"deepseek4.expert_gating_func"]
+    quoted = [b"general.architecture", b"general.name", b"deepseek4.rope.scaling.type", b"deepseek4.expert_gating_func",
+              b"tokenizer.ggml.model", b"tokenizer.ggml.pre", b"tokenizer.chat_template"]
     for label, text in BAD_NAMES.items():
         yield Case(f"a key named {label}", content=header.build(metas=[*header.metas, Meta(text, U32, bytes(4))]))
         yield Case(f"a key named {label}, twice", content=header.build(metas=[*header.metas, *[Meta(text + b"x", U32, bytes(4))] * 2]))
@@ -214,7 +215,8 @@ def structures(header: Header) -> Iterator[Case]:
     yield Case("an overlap behind a tensor without data", content=build(tensors=[*(replace(t, offset=t.offset + 16384) for t in tensors), *hidden], data=bytes(16384) + header.data))
     for offset in (2**63, 2**64 - 32, 2**64 - 64, 2**64 - 4096, 2**40):
         yield Case(f"every tensor at {offset:#x}", content=build(tensors=[replace(t, offset=offset) for t in tensors]))
-    for dims in ((2**32, 2**32), (2**31, 2**31, 4), (2**37, 2**22), (2**63, 2), (2**64 - 1,), (1, 1, 1, 2**63), (2**35, 2**24), (0,), (64, 0), (2**36,), (2**30, 2**30, 2**30, 2**30)):
+    products = [(2**32, 2**32), (2**31, 2**31, 4), (2**37, 2**22), (2**63, 2), (2**64 - 1,), (1, 1, 1, 2**63), (2**35, 2**24), (0,), (64, 0), (2**36,), (2**30,) * 4]
+    for dims in products:
         for kind in (0, 1, 8, 10, 16, 99):
             yield Case(f"dimensions {dims} of type {kind}", content=build(tensors=[replace(tensors[0], dims=dims, type=kind), *tensors[1:]]))
     for kind in [*range(48), 255, 2**16]:
@@ -225,7 +227,9 @@ def structures(header: Header) -> Iterator[Case]:
         yield Case(f"tensor {i} in four dimensions", content=build(tensors=[*tensors[:i], replace(tensors[i], dims=(*tensors[i].dims, 1, 1, 1)[:4]), *tensors[i + 1 :]]))
     for a in (0, 1, 7, 8, 12, 16, 64, 4096, 2**30, 2**31, 2**32 - 32):
         yield Case(f"alignment {a}", content=build(metas=[*metas, Meta(b"general.alignment", U32, struct.pack("<I", a))], alignment=max(1, min(a, 1 << 16))))
-    for label, kind, value in (("2^63", U64, struct.pack("<Q", 2**63)), ("-32", I32, struct.pack("<i", -32)), ("NaN", F32, struct.pack("<f", math.nan)), ("text", STRING, string(b"32")), ("array", ARRAY, array(U32, 1, bytes(4)))):
+    odd = [("2^63", U64, struct.pack("<Q", 2**63)), ("-32", I32, struct.pack("<i", -32)), ("NaN", F32, struct.pack("<f", math.nan)),
+           ("text", STRING, string(b"32")), ("array", ARRAY, array(U32, 1, bytes(4)))]
+    for label, kind, value in odd:
         yield Case(f"alignment {label}", content=build(metas=[*metas, Meta(b"general.alignment", kind, value)]))
 
 

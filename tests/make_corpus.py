@@ -47,7 +47,7 @@ def combined(target: bytes, head: bytes, layers: int) -> bytes:
     """The head as the target's last block, as llama.cpp lays it out."""
     a, b = Parser(target).parse(), Parser(head).parse()
     block = f"blk.{layers}.".encode()
-    renamed = {b"norm": b"nextn.shared_head_norm", b"enorm": b"nextn.enorm", b"hnorm": b"nextn.hnorm", b"hc_head_fn": b"nextn.hc_head_fn", b"hc_head_base": b"nextn.hc_head_base", b"hc_head_scale": b"nextn.hc_head_scale"}
+    renamed = {b"norm": b"nextn.shared_head_norm"} | {stem: b"nextn." + stem for stem in (b"enorm", b"hnorm", b"hc_head_fn", b"hc_head_base", b"hc_head_scale")}
     tensors, start = list(a.tensors), len(a.data)
     offsets = {t.name: t.offset for t in b.tensors}
     both = b.data[offsets[b"mtp.0.e_proj.weight"] :][: 4 * SMALL.width**2] + b.data[offsets[b"mtp.0.h_proj.weight"] :][: 4 * SMALL.width**2]

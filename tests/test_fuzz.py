@@ -17,8 +17,8 @@ SECONDS = 60 if os.environ.get("DS4_DEEP") else 3
 @pytest.mark.parametrize("target", ["gguf", "tokenizer", "chat", "snapshot"])
 def test_fuzz(root: Path, tmp_path: Path, target: str) -> None:
     program = make(f"build/fuzz_{target}")
-    limits = ["-timeout=10", "-rss_limit_mb=2048", "-malloc_limit_mb=64", "-max_len=32768"]
-    done = subprocess.run([program, f"-max_total_time={SECONDS}", *limits, f"-artifact_prefix={tmp_path}/", "-verbosity=0", tmp_path, f"tests/corpus/{target}"], cwd=root, capture_output=True, text=True, check=False)
+    options = [f"-max_total_time={SECONDS}", "-timeout=10", "-rss_limit_mb=2048", "-malloc_limit_mb=64", "-max_len=32768", f"-artifact_prefix={tmp_path}/", "-verbosity=0"]
+    done = subprocess.run([program, *options, tmp_path, f"tests/corpus/{target}"], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-5000:] + f"\n(the input is in {tmp_path})"
 
 

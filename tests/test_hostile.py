@@ -190,7 +190,8 @@ def test_extreme_sizes(tmp_path: Path, sizes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("changes, expected", [
     ({"hyper_connection.sinkhorn_iterations": 101}, "1 to 100"), ({"expert_count": 4097}, "1 to 4096"), ({"attention.compress_ratios": 1025}, "0 to 1024"), ({"rope.freq_base": 1.0}, "2 to 1e"),
     ({"attention.compress_rope_freq_base": 1.0}, "2 to 1e"), ({"vocab_size": 1 << 21}, "1 to 1.04858e"), ({"attention.sliding_window": 0}, "1 to"), ({"hyper_connection.count": 17}, "1 to 16"),
-    ({"attention.head_count": 65536, "attention.key_length": 512, "attention.value_length": 512}, "at most 16777216"), ({"attention.indexer.head_count": 65536, "attention.indexer.key_length": 512}, "at most 16777216"),
+    ({"attention.head_count": 65536, "attention.key_length": 512, "attention.value_length": 512}, "at most 16777216"),
+    ({"attention.indexer.head_count": 65536, "attention.indexer.key_length": 512}, "at most 16777216"),
     ({"attention.output_lora_rank": 1 << 20, "attention.output_group_count": 32, "attention.head_count": 32}, "at most 16777216"),
 ], ids=lambda value: " ".join(value) if isinstance(value, dict) else "")
 def test_bounds(data: Path, tmp_path: Path, changes: dict[str, float], expected: str) -> None:
@@ -236,8 +237,9 @@ def test_split_files(data: Path, tmp_path: Path) -> None:
     with Engine(second) as engine, Engine(data / "tiny" / "target.gguf") as whole:
         a, b = engine.session(), whole.session()
         assert np.array_equal(bits(a.eval_logits(range(2, 40))), bits(b.eval_logits(range(2, 40))))
-    for content, message in ((header.build(metas=[], tensors=header.tensors[half - 1 :]), "is there twice"), (good[: len(good) // 2], "00002-of-00002.gguf: truncated"), (good[:23], "00002-of-00002.gguf: not a GGUF"),
-                             (header.build(metas=[], tensors=header.tensors[half + 1 :]), "is missing")):
+    broken = [(header.build(metas=[], tensors=header.tensors[half - 1 :]), "is there twice"), (header.build(metas=[], tensors=header.tensors[half + 1 :]), "is missing"),
+              (good[: len(good) // 2], "00002-of-00002.gguf: truncated"), (good[:23], "00002-of-00002.gguf: not a GGUF")]
+    for content, message in broken:
         second.write_bytes(content)
         with pytest.raises(Failed, match=message):
             Engine(first)
