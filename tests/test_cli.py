@@ -249,7 +249,7 @@ def test_version(cli: Cli, root: Path) -> None:
 def test_help_names_every_option(cli: Cli, root: Path) -> None:
     done = cli.bare("--help")
     text = done.stdout.decode()
-    names = re.findall(r'^    \{ "(--[a-z-]+)", (NULL|"-[a-z]+")', (root / "ds4_cli.c").read_text(), re.MULTILINE)
+    names = re.findall(r'^    \{"(--[a-z-]+)", (NULL|"-[a-z]+")', (root / "ds4_cli.c").read_text(), re.MULTILINE)
     assert len(names) > 40 and done.stderr == b"" and cli.bare("-h").stdout == done.stdout
     for name, brief in names:
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", text), name
@@ -423,7 +423,8 @@ def test_sampling_runs_no_head(cli: Cli, tmp_path: Path) -> None:
     done = cli(*args, *cli.speculation())
     assert b"speculation is off" in done.stderr
     assert cli(*args).stdout == done.stdout == cli(*args).stdout
-    assert len({cli(*args, "--seed", seed).stdout for seed in range(4)}) == 4
+    loose = ["-p", "Thou", "-n", 40, "--temp", 2.5]     # where the model is unsure
+    assert len({cli(*loose, "--seed", seed).stdout for seed in range(4)}) == 4
 
 
 def test_the_head_in_the_file_is_greedy_only(cli: Cli, tmp_path: Path) -> None:
