@@ -49,7 +49,7 @@ def check_rounding(data: Path, name: str, kv_type: str, rounding: reference.Roun
     logits, streams = rounded.forward(prompt)
     away = np.abs(logits - exact.forward(prompt)[0]).mean()
     assert away > 1e-6 and np.abs(got - logits).mean() < 0.15 * away  # the codes next to a middle add up
-    assert np.abs(got_head - rounded.head(streams, prompt)).mean() < 0.05 * max(away, 1e-3)
+    assert np.abs(got_head - rounded.head(streams, prompt)).mean() < 0.15 * max(away, 1e-3)
 
 
 def test_fp8_rows(data: Path) -> None:
