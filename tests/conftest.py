@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ sys.path.insert(0, str(ROOT / "python"))
 
 def make(target: str) -> Path:
     """Build a target of the Makefile and return its path."""
-    subprocess.run(["make", "-s", target], cwd=ROOT, check=True)
+    with (ROOT / "Makefile").open() as lock:  # one make at a time, however many workers
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(["make", "-s", target], cwd=ROOT, check=True)
     return ROOT / target
 
 
