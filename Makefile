@@ -85,13 +85,16 @@ FUZZ_SECONDS ?= 60
 build/fuzz_%: tests/fuzz_%.c tests/ds4_plain.h ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
 	clang-19 -O1 -g $(EXACT) -DDS4_FAULTS -Wall -Wextra -Wno-unused-function -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $< -o $@ -lm
 
-# Each target for FUZZ_SECONDS, from the corpus in tests/; stops at the first input that fails, which is left in build/.
-fuzz: $(FUZZERS:%=build/fuzz_%)
-	@for f in $(FUZZERS); do \
-	    mkdir -p build/corpus/$$f; \
-	    echo "fuzz_$$f: $(FUZZ_SECONDS) seconds"; \
-	    build/fuzz_$$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=2048 -malloc_limit_mb=64 -max_len=32768 -artifact_prefix=build/ -verbosity=0 -print_final_stats=1 build/corpus/$$f tests/corpus/$$f || exit 1; \
-	done
+# Each target for FUZZ_SECONDS, from the corpus in tests/; an input that fails ends it and is left in build/. One after the other,
+# or two at a time: make -j2 fuzz
+fuzz: $(FUZZERS:%=fuzz-%)
+
+$(FUZZERS:%=fuzz-%): fuzz-%: build/fuzz_%
+	@mkdir -p build/corpus/$*
+	@echo "fuzz_$*: $(FUZZ_SECONDS) seconds"
+	@build/fuzz_$* -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=2048 -malloc_limit_mb=64 -max_len=32768 -artifact_prefix=build/ \
+	    -verbosity=0 -print_final_stats=1 build/corpus/$* tests/corpus/$* >build/fuzz_$*.log 2>&1 || { tail -n 80 build/fuzz_$*.log; exit 1; }
+	@grep number_of_executed build/fuzz_$*.log
 
 $(VENV)/ready: tests/requirements.txt
 	$(PYTHON) -m venv $(VENV)
@@ -137,4 +140,4 @@ demo: all
 clean:
 	rm -rf build ds4 libds4.a libds4.so
 
-.PHONY: all install fuzz check-tsan check-c check-portable check-memory check-deep test demo clean
+.PHONY: all install fuzz $(FUZZERS:%=fuzz-%) check-tsan check-c check-portable check-memory check-deep test demo clean
