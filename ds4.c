@@ -46,11 +46,13 @@
 /* ============================================================================================================================
  * 1. Errors and small tools
  *
- * fail() records the thread's one error message and returns -1, so that a failing line reads `return fail(...)`. Memory is
+ * fail() records the thread's one error message and returns -1, so that a failing line reads `return fail(...)`; its kind is
+ * DS4_INVALID, another's is given to fail_as, or by the caller that knows what was being done to failed_as. Memory is
  * asked for through mem_new and mem_grow only: every one of these may fail, is checked, and can be made to fail by a test.
  * ========================================================================================================================== */
 
 static _Thread_local char last_error[1024];
+static _Thread_local ds4_error_kind last_kind;
 
 /* Bytes of the UTF-8 character at `text`, which has n bytes left, at least one; 0 if it is not well-formed. A second byte that
  * would make an overlong form, a surrogate or more than U+10FFFF is none. */
@@ -77,7 +79,7 @@ static void make_printable(char *text) {
     }
 }
 
-__attribute__((format(printf, 1, 2))) static void set_error(const char *format, ...) {
+__attribute__((format(printf, 2, 3))) static void set_error(ds4_error_kind kind, const char *format, ...) {
     char text[sizeof last_error];
     va_list args;
     va_start(args, format);
@@ -85,14 +87,23 @@ __attribute__((format(printf, 1, 2))) static void set_error(const char *format, 
     va_end(args);
     make_printable(text);
     memcpy(last_error, text, sizeof text);
+    last_kind = kind;
 }
-#define fail(...)               \
-    __extension__({             \
-        set_error(__VA_ARGS__); \
-        -1;                     \
+#define fail_as(kind, ...)            \
+    __extension__({                   \
+        set_error(kind, __VA_ARGS__); \
+        -1;                           \
     })
+#define fail(...) fail_as(DS4_INVALID, __VA_ARGS__)
+
+/* The last failure was one of `kind`, if it did not say better itself. */
+static int failed_as(ds4_error_kind kind) {
+    if (last_kind == DS4_INVALID) last_kind = kind;
+    return -1;
+}
 
 const char *ds4_last_error(void) { return last_error; }
+ds4_error_kind ds4_last_error_kind(void) { return last_kind; }
 const char *ds4_version(void) { return DS4_VERSION; }
 
 /* A test build (-DDS4_FAULTS) counts every request to the system and makes one of them fail, and counts blocks not freed. */
@@ -111,7 +122,7 @@ static void *mem_new(size_t bytes) {
     void *p = NULL;
     size_t rounded = bytes > SIZE_MAX - ALIGN ? SIZE_MAX : ((bytes ? bytes : 1) + ALIGN - 1) / ALIGN * ALIGN;
     if (rounded == SIZE_MAX || fault()) {
-        fail("out of memory: %zu bytes asked for", bytes);
+        fail_as(DS4_NO_MEMORY, "out of memory: %zu bytes asked for", bytes);
         return NULL;
     }
     /* calloc leaves large blocks untouched until they are used: a long context costs memory as it fills. */
@@ -121,7 +132,7 @@ static void *mem_new(size_t bytes) {
         ((void **)p)[-1] = raw;
     }
     if (p) count_block(1);
-    else fail("out of memory: %zu bytes asked for", bytes);
+    else fail_as(DS4_NO_MEMORY, "out of memory: %zu bytes asked for", bytes);
     return p;
 }
 
@@ -303,7 +314,7 @@ static pool *pool_new(int threads) {
         *w = (worker){.pool = p, .index = p->threads};
         int error = fault() ? EAGAIN : pthread_create(&w->thread, NULL, worker_main, w);
         if (error) {
-            fail("cannot start thread %d of %d: %s", p->threads + 1, threads, strerror(error));
+            fail_as(DS4_NO_MEMORY, "cannot start thread %d of %d: %s", p->threads + 1, threads, strerror(error));
             pool_free(p);
             return NULL;
         }
@@ -5456,7 +5467,7 @@ static void engine_log(const ds4_engine *e, const char *text) {
 }
 
 static int session_non_finite(int position) {
-    return fail("non-finite logits at position %d: the weights, or what they compute there, are not finite numbers", position);
+    return fail_as(DS4_NON_FINITE, "non-finite logits at position %d: the weights, or what they compute there, are not finite numbers", position);
 }
 
 static void log_draft(const cycle *c, int i, float lead, bool match, bool kept) {
@@ -5540,8 +5551,8 @@ static int check_cycle(const cycle *c) {
     const ds4_session *s = c->s;
     if (check_token(s, c->token)) return -1;
     if (c->max < 1) return fail("max is %d; a step commits at least 1 token", c->max);
-    if (s->position >= s->ctx) return fail("the context is full: %d tokens", s->ctx);
-    if (atomic_load(&s->cancel)) return fail("cancelled at position %d", s->position);
+    if (s->position >= s->ctx) return fail_as(DS4_CONTEXT_FULL, "the context is full: %d tokens", s->ctx);
+    if (atomic_load(&s->cancel)) return fail_as(DS4_CANCELLED, "cancelled at position %d", s->position);
     return 0;
 }
 
@@ -5764,7 +5775,8 @@ static int load_tokenizer(ds4_engine *e, bool ids_only) {
 static int lock_memory(const gguf *g) {
     for (int i = 0; g && i < g->n_parts; i++)
         if (mlock(g->parts[i].map, g->parts[i].size))
-            return fail("%s: cannot lock %zu bytes in memory: %s (see ulimit -l)", g->path, g->parts[i].size, strerror(errno));
+            return fail_as(DS4_NO_MEMORY, "%s: cannot lock %zu bytes in memory: %s (see ulimit -l)", g->path, g->parts[i].size,
+                           strerror(errno));
     return 0;
 }
 
@@ -5783,11 +5795,12 @@ static int engine_start(ds4_engine *e, const ds4_cfg *cfg) {
     e->dev.k = !cfg->isa || !strcmp(cfg->isa, "auto") ? kernels_best() : kernels_named(cfg->isa);
     if (!e->dev.k) return -1;
     if (e->progress) e->progress(e->callback_ctx, "load", 0, 1);
-    if (!(e->model = model_load(cfg->model_path, cfg->mtp_path, cfg->mtp_internal))) return -1;
+    if (!(e->model = model_load(cfg->model_path, cfg->mtp_path, cfg->mtp_internal))) return failed_as(DS4_LOAD_FAILED);
     const config *c = &e->model->c;
     e->ctx = cfg->ctx ? cfg->ctx : min_int(c->context_length, 32768);
     e->max_rewind = min_int(cfg->max_rewind, e->ctx);
-    if (check_sizes(e, cfg) || load_tokenizer(e, cfg->raw_vocab_ok)) return -1;
+    if (check_sizes(e, cfg)) return -1;
+    if (load_tokenizer(e, cfg->raw_vocab_ok)) return failed_as(DS4_LOAD_FAILED);
     str name = meta_string(e->model->file, "general.name");
     if (!(e->name = mem_new(name.n + 1))) return -1;
     if (name.n) memcpy(e->name, name.p, name.n);
@@ -5995,12 +6008,12 @@ static void session_set_drafter(ds4_session *s, const drafter *d, void *ctx) {
     s->drafter_ctx = ctx;
 }
 
-static ds4_session *session_new(ds4_engine *e) {
+static ds4_session *session_new(ds4_engine *e, int ctx) {
     const config *c = &e->model->c;
     ds4_session *s = mem_new(sizeof *s);
     if (!s) return NULL;
     s->engine = e;
-    s->ctx = e->ctx;
+    s->ctx = ctx;
     s->max_rewind = e->max_rewind;
     s->batch = max_int(e->chunk, DS4_MAX_DRAFT + 1);
     s->logits_row = -1;
@@ -6030,8 +6043,14 @@ bad:
 }
 
 ds4_session *ds4_engine_open_session(ds4_engine *e) {
-    if (e) return session_new(e);
+    if (e) return session_new(e, e->ctx);
     fail("no engine: ds4_engine_new failed, or was not called");
+    return NULL;
+}
+
+ds4_session *ds4_engine_open_session_ctx(ds4_engine *e, int ctx) {
+    if (ctx >= 1 && ctx <= e->ctx) return session_new(e, ctx);
+    fail("ctx is %d; a session of this engine has 1 to %d", ctx, e->ctx);
     return NULL;
 }
 
@@ -6095,11 +6114,11 @@ static int eval_chunk(ds4_session *s, const int *tokens, int n, bool last, float
 int ds4_session_eval_logits(ds4_session *s, const int *tokens, size_t n, float *out) {
     const ds4_engine *e = s->engine;
     if (n > (size_t)(s->ctx - s->position))
-        return fail("%zu tokens at position %d do not fit a context of %d", n, s->position, s->ctx);
+        return fail_as(DS4_CONTEXT_FULL, "%zu tokens at position %d do not fit a context of %d", n, s->position, s->ctx);
     for (size_t i = 0; i < n; i++)
         if (check_token(s, tokens[i])) return -1;
     for (size_t at = 0; at < n;) {
-        if (atomic_load(&s->cancel)) return fail("cancelled at position %d", s->position);
+        if (atomic_load(&s->cancel)) return fail_as(DS4_CANCELLED, "cancelled at position %d", s->position);
         int chunk = (int)(n - at < (size_t)e->chunk ? n - at : (size_t)e->chunk);
         if (eval_chunk(s, tokens + at, chunk, at + (size_t)chunk == n, out ? out + at * (size_t)e->model->c.n_vocab : NULL))
             return -1;
@@ -6200,11 +6219,12 @@ double ds4_session_logprob(ds4_session *s, int token) {
 }
 
 int ds4_session_rewind(ds4_session *s, int position) {
-    if (position < 0 || position > s->position) return fail("cannot rewind to %d: the session is at %d", position, s->position);
+    if (position < 0 || position > s->position)
+        return fail_as(DS4_CANNOT_REWIND, "cannot rewind to %d: the session is at %d", position, s->position);
     if (position == s->position) return 0;
     if (position > 0 && position < s->floor)
-        return fail("cannot rewind to %d: with max_rewind %d, 0 or %d and above can be reached", position, s->max_rewind,
-                    s->floor);
+        return fail_as(DS4_CANNOT_REWIND, "cannot rewind to %d: with max_rewind %d, 0 or %d and above can be reached", position,
+                       s->max_rewind, s->floor);
     s->position = position;
     if (position == 0) s->floor = s->written = s->streams_from = s->head_from = s->head_to = 0;
     s->logits_row = -1;
@@ -6306,7 +6326,7 @@ size_t ds4_session_save_size(const ds4_session *s) {
 size_t ds4_session_save_mem(const ds4_session *s, void *buf, size_t n) {
     size_t need = ds4_session_save_size(s);
     if (n < need) {
-        fail("a snapshot needs %zu bytes, the buffer has %zu", need, n);
+        fail_as(DS4_SNAPSHOT_FAILED, "a snapshot needs %zu bytes, the buffer has %zu", need, n);
         return 0;
     }
     walker w = {.out = buf, .at = sizeof(snapshot_header)};
@@ -6370,7 +6390,9 @@ static int load_snapshot(ds4_session *s, const void *buf, size_t n, const char *
     return 0;
 }
 
-int ds4_session_load_mem(ds4_session *s, const void *buf, size_t n) { return load_snapshot(s, buf, n, "snapshot"); }
+int ds4_session_load_mem(ds4_session *s, const void *buf, size_t n) {
+    return load_snapshot(s, buf, n, "snapshot") ? failed_as(DS4_SNAPSHOT_FAILED) : 0;
+}
 
 /* Into a file beside `path` first, so that a crash or a full disk leaves the old one as it was. */
 int ds4_session_save(const ds4_session *s, const char *path) {
@@ -6404,13 +6426,13 @@ out:
     if (result && temporary && *temporary) unlink(temporary);
     mem_free(temporary);
     mem_free(buf);
-    return result;
+    return result ? failed_as(DS4_SNAPSHOT_FAILED) : 0;
 }
 
 int ds4_session_load(ds4_session *s, const char *path) {
     struct stat st;
     int fd = fault() ? (errno = EMFILE, -1) : open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK), result = -1;
-    if (fd < 0) return fail("%s: cannot open: %s", path, strerror(errno));
+    if (fd < 0) return fail_as(DS4_SNAPSHOT_FAILED, "%s: cannot open: %s", path, strerror(errno));
     uint8_t *buf = NULL;
     if (fstat(fd, &st) || !S_ISREG(st.st_mode)) {
         fail("%s: not a file that can be read", path);
@@ -6431,12 +6453,12 @@ int ds4_session_load(ds4_session *s, const char *path) {
 out:
     mem_free(buf);
     close(fd);
-    return result;
+    return result ? failed_as(DS4_SNAPSHOT_FAILED) : 0;
 }
 
 /* Through a snapshot in memory: what a later token can read, and the session's settings. */
 ds4_session *ds4_session_fork(const ds4_session *s) {
-    ds4_session *copy = session_new(s->engine);
+    ds4_session *copy = session_new(s->engine, s->ctx);
     size_t n = ds4_session_save_size(s);
     uint8_t *buf = copy ? mem_new(n) : NULL;
     bool good = buf && ds4_session_save_mem(s, buf, n) && !ds4_session_load_mem(copy, buf, n) &&

@@ -82,6 +82,19 @@ ds4_cfg ds4_default_cfg(void);
 const char *ds4_version(void);
 /* The calling thread's last error, "" if none. Valid until the thread's next failing call. */
 const char *ds4_last_error(void);
+/* What kind of failure it was, for callers that act on it. */
+typedef enum {
+    DS4_OK,                            /* no error yet */
+    DS4_INVALID,                       /* an argument or option out of its range, or a call that cannot be made now */
+    DS4_LOAD_FAILED,                   /* a model or head that cannot be opened, is not what is expected, or does not fit */
+    DS4_NO_MEMORY,                     /* memory or threads that the system does not give */
+    DS4_CONTEXT_FULL,                  /* more tokens than the session can hold */
+    DS4_CANNOT_REWIND,                 /* a position that the session cannot go back to */
+    DS4_CANCELLED,                     /* ds4_session_cancel */
+    DS4_NON_FINITE,                    /* logits that are not numbers */
+    DS4_SNAPSHOT_FAILED                /* a snapshot that cannot be written or read, is damaged, or is of something else */
+} ds4_error_kind;
+ds4_error_kind ds4_last_error_kind(void);
 
 /* ---- engine ---- */
 
@@ -151,6 +164,8 @@ int64_t ds4_chat(const ds4_engine *engine, const ds4_message *messages, size_t n
 
 /* A session with the engine's cfg, at position 0. NULL on failure. */
 ds4_session *ds4_engine_open_session(ds4_engine *engine);
+/* The same with room for `ctx` tokens, 1 to the engine's ctx. */
+ds4_session *ds4_engine_open_session_ctx(ds4_engine *engine, int ctx);
 void ds4_session_free(ds4_session *s);
 /* An independent copy: every byte that a later token can read. */
 ds4_session *ds4_session_fork(const ds4_session *s);

@@ -107,7 +107,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     ids got = {0};
     must(!ids_push(&got, ID_PAD));
     atomic_store(&fault_countdown, failing < 128 ? -1 : failing - 128);
-    set_error("%s", "");
+    set_error(DS4_OK, "%s", "");
     int rc = tok_chat(t, m, n, (think_mode)((options >> 4) % 3), options & GENERATE, &got);
     atomic_store(&fault_countdown, -1);
     if (rc) must(got.n == 1 && *last_error);

@@ -79,7 +79,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     cfg.threads = 1;
     cfg.prefill_chunk = 4;
     cfg.max_rewind = 4;
-    set_error("%s", "");
+    set_error(DS4_OK, "%s", "");
     atomic_store(&fault_countdown, failing < 128 ? -1 : failing - 128);
     ds4_engine *e = ds4_engine_new(&cfg);
     if (e) use(e, cfg.mtp_path || cfg.mtp_internal);

@@ -78,7 +78,7 @@ static void go_on(void) {
     size_t n = ds4_session_save_size(session);
     must(n <= ROOM && ds4_session_save_mem(session, now, n) == n);
     for (int i = 0; i < ds4_session_position(session); i++) must(ds4_session_tokens(session)[i] >= 0);
-    set_error("%s", "");
+    set_error(DS4_OK, "%s", "");
     if (ds4_session_position(session) && !ds4_session_logits(session)) must(*last_error);
     if (ds4_session_eval(session, &token, 1)) must(*last_error);
     if (ds4_session_set_mtp(session, 2, 0) || ds4_session_step(session, token, 3, out) < 0) must(*last_error);
@@ -93,7 +93,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     int start = data[0] >> 2 & 3 ? 9 : 0;
     must(!ds4_session_load_mem(session, good[start], good_bytes[start]));
     size_t n = make_snapshot(data + 1, size - 1, data[0]);
-    set_error("%s", "");
+    set_error(DS4_OK, "%s", "");
     if (ds4_session_load_mem(session, changed, n)) {
         must(*last_error && ds4_session_position(session) == start);
         must(ds4_session_save_mem(session, now, ROOM) == good_bytes[start] && !memcmp(now, good[start], good_bytes[start]));

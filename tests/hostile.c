@@ -146,7 +146,7 @@ static void probe(const char *target, const char *head) {
     cfg.max_rewind = 8;
     *fault_text = 0;
     memory_peak = memory_now = 0;
-    set_error("%s", "");
+    set_error(DS4_OK, "%s", "");
     alarm(30);
     double start = cpu_ms();
     ds4_engine *e = ds4_engine_new(&cfg);
