@@ -5420,6 +5420,19 @@ static float lead_of(const kernels *k, int n, const float *z, int id) {
     return z[id] - best;
 }
 
+/* Step n of a draft, from the token before it: the logits of what follows. The first step goes on from the target's streams,
+ * and its row stays; the others from the head's own. */
+static void head_step(ds4_session *s, int n, int token, float *logits) {
+    ds4_engine *e = s->engine;
+    const float *streams = n ? s->head_streams : session_streams(s, s->position - 1);
+    pass_row r = {s, s->position - 1 + n, token};
+    head_forward(e, &r, 1, &streams, false);
+    s->stats.head_passes++;
+    head_logits(e, 1, logits);
+    memcpy(s->head_streams, e->s.x, e->sizes.streams * sizeof(float));
+    if (n == 0) s->head_to = s->position;
+}
+
 static int head_propose(ds4_session *s, void *ctx, int token, int k, int *out, float *lead) {
     ds4_engine *e = s->engine;
     (void)ctx;
@@ -5427,20 +5440,13 @@ static int head_propose(ds4_session *s, void *ctx, int token, int k, int *out, f
     double start = now_ms();
     head_catch_up(s, s->position - 1);
     s->stats.repair_ms += now_ms() - start;
-    const float *streams = session_streams(s, s->position - 1);
     int n = 0, V = e->model->c.n_vocab;
     for (; n < k; n++) {
-        pass_row r = {s, s->position - 1 + n, n ? out[n - 1] : token};
-        head_forward(e, &r, 1, &streams, false);
-        s->stats.head_passes++;
-        head_logits(e, 1, e->draft_logits);
+        head_step(s, n, n ? out[n - 1] : token, e->draft_logits);
         int64_t best = e->dev.k->argmax(V, e->draft_logits);
-        if (n == 0) s->head_to = s->position; /* the first row is made of the target's streams and stays */
         if (best < 0 || ds4_session_is_stop(s, (int)best)) break;
         out[n] = (int)best;
         if (e->conf_log) lead[n] = lead_of(e->dev.k, V, e->draft_logits, out[n]);
-        memcpy(s->head_streams, e->s.x, e->sizes.streams * sizeof(float));
-        streams = s->head_streams;
     }
     return n;
 }
@@ -5457,6 +5463,8 @@ static const drafter mtp_drafter = {head_propose, NULL};
 typedef struct {
     ds4_session *s;
     int token, max; /* asked for */
+    const int *given; /* the caller's drafts, or NULL: the session's drafter is asked */
+    int n_given;
     int drafts[DS4_MAX_DRAFT];
     float leads[DS4_MAX_DRAFT]; /* the drafter's */
     int k, accepted, first; /* drafts; of them accepted; the cycle's first row in the pass */
@@ -5467,7 +5475,9 @@ static void engine_log(const ds4_engine *e, const char *text) {
 }
 
 static int session_non_finite(int position) {
-    return fail_as(DS4_NON_FINITE, "non-finite logits at position %d: the weights, or what they compute there, are not finite numbers", position);
+    return fail_as(DS4_NON_FINITE,
+                   "non-finite logits at position %d: the weights, or what they compute there, are not finite numbers",
+                   position);
 }
 
 static void log_draft(const cycle *c, int i, float lead, bool match, bool kept) {
@@ -5510,6 +5520,11 @@ static void propose(cycle *c) {
     int room = min_int(min_int(c->max - 1, s->ctx - s->position - 1), s->batch - 1);
     int k = min_int(s->draft, room);
     c->k = 0;
+    for (int i = 0; c->given && i < min_int(c->n_given, room) && !ds4_session_is_stop(s, c->given[i]); i++) {
+        c->drafts[c->k] = c->given[i];
+        c->leads[c->k++] = NAN;
+    }
+    if (c->given) return;
     if (k <= 0 || !s->drafter) return;
     double start = now_ms(), repair = s->stats.repair_ms;
     c->k = s->drafter->propose(s, s->drafter_ctx, c->token, k, c->drafts, c->leads);
@@ -5550,6 +5565,9 @@ static int check_token(const ds4_session *s, int token) {
 static int check_cycle(const cycle *c) {
     const ds4_session *s = c->s;
     if (check_token(s, c->token)) return -1;
+    if (c->n_given > DS4_MAX_DRAFT) return fail("%d drafts; a cycle takes at most %d", c->n_given, DS4_MAX_DRAFT);
+    for (int i = 0; i < c->n_given; i++)
+        if (check_token(s, c->given[i])) return -1;
     if (c->max < 1) return fail("max is %d; a step commits at least 1 token", c->max);
     if (s->position >= s->ctx) return fail_as(DS4_CONTEXT_FULL, "the context is full: %d tokens", s->ctx);
     if (atomic_load(&s->cancel)) return fail_as(DS4_CANCELLED, "cancelled at position %d", s->position);
@@ -5581,11 +5599,20 @@ static int run_cycle(cycle *c) {
     return result;
 }
 
-int ds4_session_step(ds4_session *s, int token, int max, int *out) {
-    cycle c = {.s = s, .token = token, .max = max};
-    if (run_cycle(&c)) return -1;
+static int give_step(cycle *c, int *out) {
+    const ds4_session *s = c->s;
+    if (run_cycle(c)) return -1;
     memcpy(out, s->tokens + s->position - s->step_rows, (size_t)s->step_rows * sizeof(int));
     return s->step_rows;
+}
+
+int ds4_session_step(ds4_session *s, int token, int max, int *out) {
+    return give_step(&(cycle){.s = s, .token = token, .max = max}, out);
+}
+
+int ds4_session_verify(ds4_session *s, int token, const int *drafts, int n, int max, int *out) {
+    if (n < 0) return fail("%d drafts; expected 0 or more", n);
+    return give_step(&(cycle){.s = s, .token = token, .max = max, .given = n ? drafts : &token, .n_given = n}, out);
 }
 
 int ds4_session_eval_speculative_argmax(ds4_session *s, int first, int max) {
@@ -6146,6 +6173,25 @@ int ds4_session_head_logits(ds4_session *s, int from, int to, float *out) {
     s->head_to = max_int(s->head_to, to);
     pthread_mutex_unlock(&e->run);
     return 0;
+}
+
+int ds4_session_draft(ds4_session *s, int token, int k, float *out) {
+    ds4_engine *e = s->engine;
+    int V = e->model->c.n_vocab, n = 0;
+    if (!e->model->has_head) return fail("no MTP head is loaded");
+    if (check_token(s, token)) return -1;
+    if (k < 0 || k > DS4_MAX_DRAFT) return fail("%d drafts; expected 0 to %d", k, DS4_MAX_DRAFT);
+    if (s->position == 0) return 0;
+    pthread_mutex_lock(&e->run);
+    head_catch_up(s, s->position - 1);
+    for (int best = token; n < min_int(k, s->ctx - s->position - 1) && best >= 0; n++) {
+        if (n && ds4_session_is_stop(s, best)) break;
+        head_step(s, n, best, out + (int64_t)n * V);
+        best = (int)e->dev.k->argmax(V, out + (int64_t)n * V);
+    }
+    session_settle(s);
+    pthread_mutex_unlock(&e->run);
+    return n;
 }
 
 /* Logits of the position: those of the last pass, or computed again from the row's streams after a rewind. */

@@ -183,6 +183,11 @@ int ds4_session_eval_logits(ds4_session *s, const int *tokens, size_t n, float *
  * at q+1, its guess at the token at q+2. Needs a head, and rows the session can still rewind to. */
 int ds4_session_head_logits(ds4_session *s, int from, int to, float *out);
 
+/* The head's logits for the k tokens after `token`, which stands at the session's position, into out float32 [k, V]: each row
+ * follows the one before by its most likely token. Commits nothing. Returns the rows made: fewer after a stop token and at the
+ * context's end, none at position 0, which has nothing to draft from. */
+int ds4_session_draft(ds4_session *s, int token, int k, float *out);
+
 /* Logits of the next token: float32 [V], valid until the next call on s. NULL at position 0 or on failure. */
 const float *ds4_session_logits(ds4_session *s);
 int ds4_session_argmax(ds4_session *s);                         /* ties: the lowest id; -1 on failure */
@@ -211,6 +216,8 @@ int ds4_session_set_mtp(ds4_session *s, int draft, float margin);
  * drafts that pass the acceptance check. At most `max` tokens (>= 1) are committed. out int [max or more]: what was committed,
  * `token` first. Returns how many, -1 on failure. The next token is ds4_session_argmax. Drafts never cross a stop token. */
 int ds4_session_step(ds4_session *s, int token, int max, int *out);
+/* The same with the caller's drafts [n], at most DS4_MAX_DRAFT, in place of the session's drafter. */
+int ds4_session_verify(ds4_session *s, int token, const int *drafts, int n, int max, int *out);
 /* Logits after the i-th token that the last step committed, float32 [V]; the last one's are ds4_session_logits. NULL for an i
  * the step did not commit, or after any other call that moves the session. */
 const float *ds4_session_step_logits(ds4_session *s, int i);

@@ -125,6 +125,15 @@ class Session:
         n = check(lib.ds4_session_step(self.p, token, most, self.room))
         return list(self.room[0:n])
 
+    def draft(self, token: int, k: int) -> np.ndarray:
+        """float32 [rows, V]: the head's logits for the k tokens after `token`."""
+        out = np.empty((k, self.engine.vocab), np.float32)
+        return out[: check(lib.ds4_session_draft(self.p, token, k, ffi.from_buffer("float[]", out)))]
+
+    def verify(self, token: int, drafts: list[int], most: int) -> list[int]:
+        n = check(lib.ds4_session_verify(self.p, token, drafts, len(drafts), most, self.room))
+        return list(self.room[0:n])
+
     def generate(self, n: int) -> list[int]:
         """n greedy tokens by steps, evaluated all of them (fewer at a stop token or the end of the context)."""
         out: list[int] = []
