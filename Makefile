@@ -130,7 +130,7 @@ check-memory: build/test_api
 test: all check-c build/hooks.so build/hooks_faults.so $(VENV)/ready
 	$(PYTEST) tests
 
-# Everything: all mutants, long fuzzing, the full sweeps. An hour or so.
+# Everything: long fuzzing, the full sweeps. An hour or so.
 check-deep: all check-c build/hooks.so build/hooks_faults.so $(VENV)/ready
 	DS4_DEEP=1 $(PYTEST) tests
 
