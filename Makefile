@@ -46,6 +46,11 @@ install: all
 	install -m 644 ds4.h $(DESTDIR)$(PREFIX)/include/
 	install -m 644 $(MODEL) $(HEAD) $(DESTDIR)$(PREFIX)/share/ds4/
 
+# The Python package's extension, built in place: for PYTHONPATH=python. $(PYTHON) needs setuptools and cffi.
+extension: python/ds4/_ds4.abi3.so
+python/ds4/_ds4.abi3.so: setup.py python/ds4/_build.py Makefile ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
+	$(PYTHON) setup.py -q build_ext -f --inplace --build-temp build/python --build-lib build/python/lib
+
 # ---- tests ----
 
 # The engine with its insides reachable, for the Python tests; the C program of the documentation, against the library.
@@ -128,16 +133,18 @@ check-memory: build/test_api
 	else echo "clang-19: not installed"; fi
 
 test: all check-c build/hooks.so build/hooks_faults.so $(VENV)/ready
+	@$(MAKE) -s extension PYTHON=$(VENV)/bin/python
 	$(PYTEST) tests
 
 # Everything: long fuzzing, the full sweeps. An hour or so.
 check-deep: all check-c build/hooks.so build/hooks_faults.so $(VENV)/ready
+	@$(MAKE) -s extension PYTHON=$(VENV)/bin/python
 	DS4_DEEP=1 $(PYTEST) tests
 
 demo: all
 	@sh tests/demo.sh ./ds4 $(MODEL) $(HEAD)
 
 clean:
-	rm -rf build ds4 libds4.a libds4.so
+	rm -rf build ds4 libds4.a libds4.so python/ds4/_ds4.abi3.so
 
-.PHONY: all install fuzz $(FUZZERS:%=fuzz-%) check-tsan check-c check-portable check-memory check-deep test demo clean
+.PHONY: all install extension fuzz $(FUZZERS:%=fuzz-%) check-tsan check-c check-portable check-memory check-deep test demo clean

@@ -18,7 +18,7 @@ def make(target: str) -> Path:
     """Build a target of the Makefile and return its path."""
     with (ROOT / "Makefile").open() as lock:  # one make at a time, however many workers
         fcntl.flock(lock, fcntl.LOCK_EX)
-        subprocess.run(["make", "-s", target], cwd=ROOT, check=True)
+        subprocess.run(["make", "-s", target, f"PYTHON={sys.executable}"], cwd=ROOT, check=True)
     return ROOT / target
 
 

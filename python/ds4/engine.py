@@ -1,0 +1,717 @@
+"""Engines and sessions: an opened model, and a text of it.
+
+Thin over ds4.h: tokens in, logits out as numpy float32, always a copy of yours. "V" is the vocabulary's size; positions count
+tokens from 0. All calls that compute release the GIL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4 import errors, generation
+from ds4._ds4 import ffi, lib
+from ds4._native import EngineHandle, Log, Progress, SessionHandle, check, last_error, owned, text_of
+from ds4.generation import Completion, Gen, Logprob, Options, Piece, Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+Path = str | os.PathLike[str]
+Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
+Message = Mapping[str, str | None]
+Thinking = Literal["off", "on", "max"] | bool
+
+_KV_TYPES = {"f32": lib.DS4_KV_F32, "f16": lib.DS4_KV_F16, "fp8": lib.DS4_KV_FP8}
+_THINK = {"off": lib.DS4_THINK_OFF, "on": lib.DS4_THINK_ON, "max": lib.DS4_THINK_MAX}
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Info:
+    """Sizes of an opened engine, as ds4_info."""
+
+    model_path: str
+    mtp_path: str
+    """The head's file, the model's own for an internal head, "" without one."""
+    name: str
+    """general.name of the file."""
+    isa: str
+    """Kernels in use."""
+    layers: int
+    embd: int
+    heads: int
+    head_dim: int
+    rope_dim: int
+    vocab: int
+    streams: int
+    window: int
+    experts: int
+    experts_used: int
+    expert_ff: int
+    hash_layers: int
+    context_length: int
+    """The model's own."""
+    ctx: int
+    threads: int
+    prefill_chunk: int
+    max_rewind: int
+    kv_type: str
+    has_head: bool
+    file_has_head: bool
+    base_model: bool
+    """The file has no chat template."""
+    template_is_v4: bool
+    bos: int
+    """-1: none."""
+    eos: int
+    file_bytes: int
+    head_file_bytes: int
+    weight_bytes: int
+    head_weight_bytes: int
+    scratch_bytes: int
+    session_bytes: int
+    """Of one session, when its context is full."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of the target's file or of the head's."""
+
+    name: str
+    type: str
+    """"Q8_0", ..."""
+    dims: tuple[int, ...]
+    """Fastest first, as GGUF has them."""
+    bytes: int
+    head: bool
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of a session since it was opened or `reset_stats`, as ds4_stats. accepted + corrections + bonus = emitted."""
+
+    prompt_tokens: int
+    emitted: int
+    """Tokens committed by steps."""
+    cycles: int
+    """Steps."""
+    passes: int
+    """Target passes, prompt included."""
+    head_passes: int
+    drafted: tuple[int, ...]
+    """By position in the cycle, 16 of them."""
+    accepted: tuple[int, ...]
+    below_margin: int
+    """Matches not committed because of the margin."""
+    corrections: int
+    bonus: int
+    prompt_ms: float
+    draft_ms: float
+    verify_ms: float
+    repair_ms: float
+
+
+def _plain(value: Any) -> Any:
+    """A field of a C struct as Python has it."""
+    if not isinstance(value, ffi.CData):
+        return value
+    return text_of(value) if ffi.typeof(value).kind == "pointer" else tuple(value)
+
+
+def _from_c(cls: type[_T], struct: Any, **change: Any) -> _T:
+    """A dataclass from the struct's fields of the same names."""
+    names = [f.name for f in fields(cls) if f.name not in change]  # type: ignore[arg-type]
+    return cls(**{name: _plain(getattr(struct, name)) for name in names}, **change)
+
+
+def _ids(tokens: Tokens | Iterable[int]) -> npt.NDArray[np.int32]:
+    """int32 [n], contiguous. Raises TypeError for what holds no integers."""
+    ids = np.asarray(tokens if isinstance(tokens, (np.ndarray, list, tuple)) else list(tokens))
+    if ids.size == 0:
+        return np.empty(0, np.int32)
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise TypeError(f"token ids: expected a sequence of integers, not {ids.dtype} of shape {ids.shape}")
+    if ids.min() < -(2**31) or ids.max() >= 2**31:
+        raise errors.InvalidArgument(f"token ids from {ids.min()} to {ids.max()} are outside any vocabulary")
+    return np.ascontiguousarray(ids, np.int32)
+
+
+def _int_array(ids: npt.NDArray[np.int32]) -> Any:
+    return ffi.from_buffer("int[]", ids)
+
+
+class Engine:
+    """An opened model: weights mapped read-only, its head, its threads.
+
+    Args:
+        model: target GGUF; any part of a split file will do.
+        mtp: head GGUF, either layout; None: no head.
+        mtp_internal: use the head inside the target's file.
+        speculative_depth: tokens drafted a cycle, 0 to 16; None: the engine's default (1) with a head.
+        margin: lead in logits that a draft needs to be taken from the batch, 0 to 1000. Changes the speed, never the text.
+        ctx: most tokens of a session; None: the model's context, at most 32768.
+        threads: None: the processors this process may use.
+        kv_type: rows of the attention caches, "f32", "f16" or "fp8".
+        prefill_chunk: most rows of one pass, 1 to 4096. A call is interrupted between passes.
+        max_rewind: how many tokens a session can go back.
+        mlock: lock the mapped weights in memory.
+        raw_vocab_ok: accept a file without a usable tokenizer: token ids only.
+        isa: kernels, "auto", "scalar", "avx2", "avx512" or "neon"; all give the same bits.
+        temperature, top_k, top_p, min_p, seed: how a token is drawn when a call does not say (greedy).
+        conf_log: a line to `log` for each draft: position, ids, leads, margin, verdict.
+        log: called with messages worth showing.
+        progress: called with what is being done ("load", "prompt"), how far it is, and of how much.
+
+    Callbacks run in the thread that made the call, must not call ds4 (but `Session.cancel`), and may raise: the call then ends
+    after the pass in work and raises it.
+
+    Engines are context managers; closing one closes its sessions and ends their running calls. Without `close` it is closed when
+    nothing refers to it or to its sessions. Threads may share an engine; different sessions compute by turns. An engine does
+    not survive a fork.
+
+    Raises LoadError, InvalidArgument or OutOfMemory, with file, key, tensor or option.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        mtp: Path | None = None,
+        *,
+        mtp_internal: bool = False,
+        speculative_depth: int | None = None,
+        margin: float = 3.0,
+        ctx: int | None = None,
+        threads: int | None = None,
+        kv_type: str = "f16",
+        prefill_chunk: int = 256,
+        max_rewind: int = 64,
+        mlock: bool = False,
+        raw_vocab_ok: bool = False,
+        isa: str = "auto",
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        conf_log: bool = False,
+        log: Log | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        if kv_type not in _KV_TYPES:
+            raise errors.InvalidArgument(f"kv_type is {kv_type!r}; expected one of {', '.join(map(repr, _KV_TYPES))}")
+        cfg = ffi.new("ds4_cfg *", lib.ds4_default_cfg())
+        texts = [ffi.new("char[]", os.fsencode(t)) for t in (model, mtp or "", isa)]
+        cfg.model_path, cfg.isa = texts[0], texts[2]
+        if mtp:
+            cfg.mtp_path = texts[1]
+        if speculative_depth is not None:
+            cfg.mtp_draft = speculative_depth
+        cfg.mtp_internal, cfg.mtp_margin, cfg.kv_type = mtp_internal, margin, _KV_TYPES[kv_type]
+        cfg.ctx, cfg.threads, cfg.prefill_chunk, cfg.max_rewind = ctx or 0, threads or 0, prefill_chunk, max_rewind
+        cfg.mlock, cfg.raw_vocab_ok, cfg.conf_log = mlock, raw_vocab_ok, conf_log
+        gen = Gen(temperature, top_k, top_p, min_p, seed)
+        _fill_gen(cfg.gen, gen)
+        self._handle = EngineHandle(cfg, log, progress)
+        owned(self, self._handle)
+        info = self._handle.call(lib.ds4_engine_info)
+        names = {v: k for k, v in _KV_TYPES.items()}
+        self.info: Info = _from_c(Info, info, kv_type=names[info.kv_type])
+        """Sizes; stays readable after `close`."""
+        self._defaults = Settings(int(cfg.mtp_draft) if self.info.has_head else 0, margin, gen)
+
+    # ---- life ----
+
+    def close(self) -> None:
+        """Close the engine and its sessions; their running calls end after the pass in work. A second time does nothing."""
+        self._handle.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._handle.pointer is None
+
+    def __enter__(self) -> Self:
+        self._handle.check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        head = f", mtp={self.info.mtp_path!r}" if self.info.has_head else ""
+        return f"<ds4.Engine {self.info.model_path!r}{head}{', closed' if self.closed else ''}>"
+
+    # ---- the file ----
+
+    def tensors(self) -> list[TensorInfo]:
+        """Tensors of the target's file, then of the head's."""
+        out: list[TensorInfo] = []
+        room = ffi.new("ds4_tensor_info *")
+        while self._handle.call(lib.ds4_engine_tensor, len(out), room) == 0:
+            dims = tuple(room.dims[0 : room.n_dims])
+            out.append(TensorInfo(text_of(room.name), text_of(room.type), dims, room.bytes, bool(room.head)))
+        return out
+
+    def meta(self, key: str) -> str | None:
+        """The value of a metadata key of the target's file as text (arrays of numbers with spaces), None if it has none."""
+        room = ffi.new("char[]", 1 << 20)
+        if self._handle.call(lib.ds4_engine_meta, key.encode(), room, len(room)):
+            return None
+        return text_of(room)
+
+    # ---- tokens and text ----
+
+    def _list(self, function: Any, *args: Any, guess: int) -> list[int]:
+        """The ids of a call that says how many there are."""
+        room, cap = ffi.new("int[]", guess), guess
+        n = check(self._handle.call(function, *args, room, cap))
+        if n > cap:
+            room, cap = ffi.new("int[]", n), n
+            n = check(self._handle.call(function, *args, room, cap))
+        return list(room[0:n])
+
+    def tokenize(self, text: str | bytes, *, control: bool = False) -> list[int]:
+        """Ids of a text, without BOS. `control`: control tokens in the text are parsed (never do that with a user's text).
+
+        Bytes need not be UTF-8: `detokenize_bytes` gives them back.
+        """
+        data = text.encode() if isinstance(text, str) else bytes(text)
+        return self._list(lib.ds4_tokenize, data, len(data), control, guess=len(data) + 1)
+
+    def prompt(self, text: str | bytes, *, control: bool = False) -> list[int]:
+        """The same with one BOS before it (none if the vocabulary has none, or the text is parsed and begins with one)."""
+        data = text.encode() if isinstance(text, str) else bytes(text)
+        return self._list(lib.ds4_prompt, data, len(data), control, guess=len(data) + 2)
+
+    def chat_template(self, messages: Iterable[Message], *, thinking: Thinking = "off") -> list[int]:
+        """Ids of a conversation as DeepSeek-V4's published template renders it, ready to be continued by the assistant.
+
+        A message is a mapping: "role" ("system", "user", "developer", "assistant", "tool"), "content", and of an assistant's
+        turn "reasoning" if it had one. Their texts never become control tokens. thinking: "off" (False), "on" (True) or "max".
+        A base model takes the texts after one BOS. Raises InvalidArgument for what is no such message.
+        """
+        think = {False: "off", True: "on"}.get(thinking, thinking) if isinstance(thinking, bool) else thinking
+        if think not in _THINK:
+            raise errors.InvalidArgument(f"thinking is {thinking!r}; expected 'off', 'on' or 'max'")
+        turns = list(messages)
+        keep: list[Any] = []
+
+        def text(value: str | None) -> Any:
+            if value is None:
+                return ffi.NULL
+            if "\0" in value:
+                raise errors.InvalidArgument("a chat message holds a NUL character")
+            keep.append(ffi.new("char[]", value.encode()))
+            return keep[-1]
+
+        room = ffi.new("ds4_message[]", len(turns) + 1)
+        for i, turn in enumerate(turns):
+            unknown = set(turn) - {"role", "content", "reasoning"}
+            if unknown or not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str):
+                raise errors.InvalidArgument(
+                    f"message {i}: expected 'role' and 'content' (and 'reasoning'), each a text, not {dict(turn)!r}"
+                )
+            room[i].role, room[i].content = text(turn["role"]), text(turn["content"])
+            room[i].reasoning = text(turn.get("reasoning"))
+        size = sum(len(k) for k in keep) + 64 * len(turns) + 256
+        return self._list(lib.ds4_chat, room, len(turns), _THINK[think], guess=size)
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token, which may be part of a UTF-8 character; b"" for an id without text.
+
+        Raises InvalidArgument for an id outside the vocabulary.
+        """
+        if not 0 <= token < self.info.vocab:
+            raise errors.InvalidArgument(f"token {token} is outside the vocabulary (0 to {self.info.vocab - 1})")
+        n = ffi.new("size_t *")
+        pointer = self._handle.call(lib.ds4_token_piece, token, n)
+        return b"" if pointer == ffi.NULL else bytes(ffi.buffer(pointer, n[0]))
+
+    def detokenize_bytes(self, tokens: Tokens) -> bytes:
+        """The bytes of tokens: of `tokenize(data)`, data. Raises InvalidArgument for an id outside the vocabulary."""
+        return b"".join(self.piece(t) for t in _ids(tokens).tolist())
+
+    def detokenize(self, tokens: Tokens, errors: str = "replace") -> str:
+        """The text of tokens, `errors` as in bytes.decode."""
+        return self.detokenize_bytes(tokens).decode("utf-8", errors)
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that the file writes so (control tokens are their own text), None if there is none."""
+        token = int(self._handle.call(lib.ds4_token_id, text.encode()))
+        return None if token < 0 else token
+
+    def is_eos(self, token: int) -> bool:
+        return token >= 0 and token == self.info.eos
+
+    # ---- generation ----
+
+    def session(self, *, ctx: int | None = None) -> Session:
+        """A new session: `Session(engine, ctx=ctx)`."""
+        return Session(self, ctx=ctx)
+
+    def generate(self, prompt: str | Tokens, **options: Unpack[Options]) -> Completion:
+        """Text after a prompt, in a session of its own. A text gets a BOS; token ids are taken as they are.
+
+        See `Options`. Raises ContextFull if the prompt does not fit, and what evaluation raises.
+        """
+        return generation.joined(self.stream(prompt, **options))
+
+    def stream(self, prompt: str | Tokens, **options: Unpack[Options]) -> Iterator[Piece]:
+        """The same, piece by piece. Closing the iterator frees all it used; options are checked at once."""
+        ids = _prompt_ids(self, prompt)
+        request = generation.request_of(options, self._defaults)
+        return _alone(self, ids, request)
+
+    def chat(self, messages: Iterable[Message], *, thinking: Thinking = "off", **options: Unpack[Options]) -> Completion:
+        """The assistant's answer to `chat_template(messages)`. What it thought is in the answer's `reasoning`."""
+        ids = self.chat_template(messages, thinking=thinking)
+        return _answer(self, self.generate(ids, **options), thinking)
+
+    async def agenerate(self, prompt: str | Tokens, **options: Unpack[Options]) -> Completion:
+        """`generate` for asyncio: passes run in a worker thread. Cancelling the task ends it after the pass in work."""
+        return generation.joined(iter([piece async for piece in self.astream(prompt, **options)]))
+
+    async def astream(self, prompt: str | Tokens, **options: Unpack[Options]) -> AsyncIterator[Piece]:
+        """`stream` for asyncio."""
+        ids = _prompt_ids(self, prompt)
+        request = generation.request_of(options, self._defaults)
+        session = Session(self)
+        try:
+            async for piece in session._astream(ids, request):
+                yield piece
+        finally:
+            session._handle.discard()
+
+    async def achat(self, messages: Iterable[Message], *, thinking: Thinking = "off", **options: Unpack[Options]) -> Completion:
+        """`chat` for asyncio."""
+        ids = self.chat_template(messages, thinking=thinking)
+        return _answer(self, await self.agenerate(ids, **options), thinking)
+
+
+def _fill_gen(target: Any, gen: Gen) -> None:
+    if not 0 <= gen.seed < 2**64:
+        raise errors.InvalidArgument(f"seed is {gen.seed}; expected 0 to 2**64 - 1")
+    for name, value in gen._asdict().items():
+        setattr(target, name, value)
+
+
+def _prompt_ids(engine: Engine, prompt: str | Tokens) -> npt.NDArray[np.int32]:
+    return _ids(engine.prompt(prompt) if isinstance(prompt, str) else prompt)
+
+
+def _alone(engine: Engine, ids: npt.NDArray[np.int32], request: generation.Request) -> Iterator[Piece]:
+    """A stream in a session of its own."""
+    session = Session(engine)
+    try:
+        session.eval(ids)
+        yield from generation.pieces(session, request)
+    finally:
+        session._handle.discard()
+
+
+def _answer(engine: Engine, text: Completion, thinking: Thinking) -> Completion:
+    """Reasoning and answer apart: the mark between them is a token."""
+    if thinking in (False, "off"):
+        return text
+    mark = engine.token_id("</think>")
+    thought, answer = text.text, ""
+    if mark in text.tokens:
+        thought = engine.detokenize(text.tokens[: text.tokens.index(mark)])
+        answer = text.text[len(thought) + len("</think>") :]
+    return Completion(answer, text.tokens, text.logprobs, text.finish_reason, thought)
+
+
+class Session:
+    """One text of an engine: its tokens, caches and logits.
+
+    Args:
+        engine: kept open as long as the session is referred to (unless it is closed).
+        ctx: most tokens; None: the engine's.
+
+    A context manager. One thread uses it at a time (others wait for their turn); `cancel` may come from any. A call that fails
+    changes nothing unless it says so.
+    """
+
+    def __init__(self, engine: Engine, *, ctx: int | None = None) -> None:
+        call = engine._handle.call
+        pointer = call(lib.ds4_engine_open_session) if ctx is None else call(lib.ds4_engine_open_session_ctx, ctx)
+        self._start(engine, engine._handle.adopt(check(pointer)), engine._defaults)
+
+    def _start(self, engine: Engine, handle: SessionHandle, settings: Settings) -> None:
+        self._handle = handle
+        owned(self, handle)
+        self.engine = engine
+        """The engine it belongs to."""
+        self.ctx = int(handle.call(lib.ds4_session_ctx))
+        """Most tokens it can hold."""
+        self._settings = settings
+        self._used: Settings | None = None
+        self._room = ffi.new("int[]", lib.DS4_MAX_DRAFT + 1)
+
+    # ---- life ----
+
+    def close(self) -> None:
+        """Free the session; a call in another thread ends after the pass in work. A second time does nothing."""
+        self._handle.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._handle.pointer is None
+
+    def __enter__(self) -> Self:
+        self._handle.check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.position} of {self.ctx} tokens"
+        return f"<ds4.Session of {self.engine.info.model_path!r}, {state}>"
+
+    def fork(self) -> Session:
+        """An independent copy, settings included."""
+        handle = self.engine._handle.adopt(check(self._handle.call(lib.ds4_session_fork)))
+        copy = Session.__new__(Session)
+        copy._start(self.engine, handle, self._settings)
+        return copy
+
+    # ---- tokens in, logits out ----
+
+    @property
+    def position(self) -> int:
+        """How many tokens are committed."""
+        return int(self._handle.call(lib.ds4_session_position))
+
+    @property
+    def tokens(self) -> list[int]:
+        """The committed tokens, a copy."""
+        with self._handle.lock:
+            n = self.position
+            return list(self._handle.call(lib.ds4_session_tokens)[0:n]) if n else []
+
+    def eval(self, tokens: Tokens) -> None:
+        """Evaluate tokens at the session's position, in passes of at most prefill_chunk rows.
+
+        Raises ContextFull (nothing evaluated); Cancelled, NonFinite, KeyboardInterrupt or what a callback raised: the rows of
+        earlier passes stay committed, so that the rest can be evaluated later.
+        """
+        ids = _ids(tokens)
+        check(self._handle.call(lib.ds4_session_eval, _int_array(ids), len(ids)))
+
+    def eval_logits(self, tokens: Tokens) -> npt.NDArray[np.float32]:
+        """The same, and the logits after every token: float32 [n, V]."""
+        ids = _ids(tokens)
+        out = np.empty((len(ids), self.engine.info.vocab), np.float32)
+        check(self._handle.call(lib.ds4_session_eval_logits, _int_array(ids), len(ids), ffi.from_buffer("float[]", out)))
+        return out
+
+    def head_logits(self, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """The head's logits of rows start to stop - 1: float32 [stop - start, V].
+
+        Row q comes from the target's streams at q and the token at q + 1: its guess at the token at q + 2. Raises
+        InvalidArgument without a head, for rows whose next token is not known, and for rows too far back.
+        """
+        out = np.empty((max(stop - start, 0), self.engine.info.vocab), np.float32)
+        check(self._handle.call(lib.ds4_session_head_logits, start, stop, ffi.from_buffer("float[]", out)))
+        return out
+
+    def _copy_logits(self, function: Any, *args: Any) -> npt.NDArray[np.float32]:
+        with self._handle.lock:
+            pointer = check(self._handle.call(function, *args))
+            out = np.empty(self.engine.info.vocab, np.float32)
+            ffi.memmove(ffi.from_buffer(out), pointer, out.nbytes)
+            return out
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Logits of the next token: float32 [V], a copy. Raises InvalidArgument at position 0."""
+        return self._copy_logits(lib.ds4_session_logits)
+
+    def argmax(self) -> int:
+        """The token with the largest logit, the lowest id of equal ones."""
+        return int(check(self._handle.call(lib.ds4_session_argmax)))
+
+    def sample(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0) -> int:
+        """A token drawn from the logits: argmax of log p + Gumbel noise of (seed, position, id), so that a seed gives one text.
+
+        p is the softmax of logits / temperature, of the top_k, then the top_p, then the min_p most likely.
+        """
+        gen = ffi.new("ds4_gen *")
+        _fill_gen(gen, Gen(temperature, top_k, top_p, min_p, seed))
+        return int(check(self._handle.call(lib.ds4_session_sample, gen)))
+
+    def top_logprobs(self, n: int) -> list[Logprob]:
+        """The n most likely next tokens, best first, with natural logarithms of their probabilities."""
+        room = ffi.new("ds4_logprob[]", max(1, min(n, self.engine.info.vocab)))
+        found = check(self._handle.call(lib.ds4_session_top_logprobs, n, room))
+        return [Logprob(room[i].token, room[i].logprob) for i in range(found)]
+
+    def logprob(self, token: int) -> float:
+        """The natural logarithm of a token's probability as the next one."""
+        value = float(self._handle.call(lib.ds4_session_logprob, token))
+        if value != value:
+            raise last_error()
+        return value
+
+    # ---- steps ----
+
+    def set_speculation(self, depth: int, margin: float | None = None) -> None:
+        """Tokens drafted a cycle, 0 (off) to 16, and the margin (None: as it is). More than 0 needs a head."""
+        settings = replace(self._settings, depth=depth, margin=self._settings.margin if margin is None else margin)
+        self._use(settings)
+        self._settings = settings
+
+    def set_stops(self, tokens: Iterable[int], *, ignore_eos: bool = False) -> None:
+        """Stop tokens besides EOS: replaces the set. ignore_eos: EOS is a token like any other."""
+        settings = replace(self._settings, stop_tokens=tuple(int(t) for t in tokens), ignore_eos=ignore_eos)
+        self._use(settings)
+        self._settings = settings
+
+    def is_stop(self, token: int) -> bool:
+        """Whether a generation ends before this token."""
+        s = self._settings
+        return token in s.stop_tokens or (self.engine.is_eos(token) and not s.ignore_eos)
+
+    def _use(self, settings: Settings) -> None:
+        """Tell C, if it does not know. A generation may have its own settings, and may be left without an end."""
+        used = self._used
+        if used == settings:
+            return
+        with self._handle.lock:
+            self._used = None
+            stops = _ids(settings.stop_tokens)
+            check(self._handle.call(lib.ds4_session_set_mtp, settings.depth, settings.margin))
+            check(self._handle.call(lib.ds4_session_set_stops, _int_array(stops), len(stops), settings.ignore_eos))
+            self._used = settings
+
+    def _step(self, token: int, most: int, settings: Settings) -> list[int]:
+        with self._handle.lock:
+            self._use(settings)
+            n = check(self._handle.call(lib.ds4_session_step, token, min(most, len(self._room)), self._room))
+            return list(self._room[0:n])
+
+    def step(self, token: int, most: int = 1) -> list[int]:
+        """One cycle: evaluates `token` together with drafts of what follows; commits it and the drafts that are accepted.
+
+        At most `most` tokens are committed: what was, `token` first. The next token is `argmax()`. Drafts never cross a stop
+        token, and are used for greedy text only. Raises ContextFull, Cancelled, NonFinite: nothing is committed.
+        """
+        return self._step(token, most, self._settings)
+
+    def step_logits(self, i: int) -> npt.NDArray[np.float32]:
+        """Logits after the i-th token that the last step committed: float32 [V], a copy."""
+        return self._copy_logits(lib.ds4_session_step_logits, i)
+
+    def rewind(self, position: int) -> None:
+        """Go back to a position: 0, or at most max_rewind below the highest ever committed. Raises RewindError."""
+        check(self._handle.call(lib.ds4_session_rewind, position))
+
+    @property
+    def rewind_floor(self) -> int:
+        """The lowest position above 0 that `rewind` accepts now."""
+        return int(self._handle.call(lib.ds4_session_rewind_floor))
+
+    def cancel(self) -> None:
+        """Make the running call, and every later one until `clear_cancel`, raise Cancelled after the pass in work.
+
+        Any thread; also from a callback or a signal handler.
+        """
+        self._handle.cancel()
+
+    def clear_cancel(self) -> None:
+        """Let the session go on."""
+        self._handle.call(lib.ds4_session_clear_cancel)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether a cancel waits or ended the last call."""
+        return bool(self._handle.call(lib.ds4_session_cancelled))
+
+    # ---- generation ----
+
+    def generate(self, prompt: str | Tokens = (), **options: Unpack[Options]) -> Completion:
+        """Evaluate a prompt after what the session holds, then generate. See `Engine.generate`; the session goes on after it.
+
+        A text gets a BOS at position 0 only.
+        """
+        return generation.joined(self.stream(prompt, **options))
+
+    def stream(self, prompt: str | Tokens = (), **options: Unpack[Options]) -> Iterator[Piece]:
+        """The same, piece by piece. The session holds what was yielded (and what is held back, as it may become a stop text)."""
+        ids = self._ids_after(prompt)
+        return self._stream(ids, generation.request_of(options, self._settings))
+
+    async def agenerate(self, prompt: str | Tokens = (), **options: Unpack[Options]) -> Completion:
+        """`generate` for asyncio: passes run in a worker thread. Cancelling the task ends it after the pass in work."""
+        return generation.joined(iter([piece async for piece in self.astream(prompt, **options)]))
+
+    async def astream(self, prompt: str | Tokens = (), **options: Unpack[Options]) -> AsyncIterator[Piece]:
+        """`stream` for asyncio."""
+        ids = self._ids_after(prompt)
+        async for piece in self._astream(ids, generation.request_of(options, self._settings)):
+            yield piece
+
+    def _ids_after(self, prompt: str | Tokens) -> npt.NDArray[np.int32]:
+        if not isinstance(prompt, str):
+            return _ids(prompt)
+        return _ids(self.engine.tokenize(prompt) if self.position else self.engine.prompt(prompt))
+
+    def _stream(self, ids: npt.NDArray[np.int32], request: generation.Request) -> Iterator[Piece]:
+        if len(ids):
+            self.eval(ids)
+        yield from generation.pieces(self, request)
+
+    async def _astream(self, ids: npt.NDArray[np.int32], request: generation.Request) -> AsyncIterator[Piece]:
+        """Each piece is made in a worker thread; whoever is cancelled waits for the pass in work."""
+        stream = self._stream(ids, request)
+        while True:
+            work = asyncio.ensure_future(asyncio.to_thread(next, stream, None))
+            try:
+                piece = await asyncio.shield(work)
+            except asyncio.CancelledError:
+                before = self.cancelled
+                self.cancel()
+                await asyncio.wait([work])
+                if not before:
+                    self.clear_cancel()
+                raise
+            if piece is None:
+                return
+            yield piece
+
+    # ---- statistics, save and load ----
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since the session was opened or `reset_stats`."""
+        return _from_c(Stats, self._handle.call(lib.ds4_session_stats))
+
+    def reset_stats(self) -> None:
+        self._handle.call(lib.ds4_session_reset_stats)
+
+    def snapshot(self) -> bytes:
+        """The session's state: tokens, caches, and how far it can rewind."""
+        with self._handle.lock:
+            room = bytearray(self._handle.call(lib.ds4_session_save_size))
+            if not self._handle.call(lib.ds4_session_save_mem, ffi.from_buffer(room), len(room)):
+                raise last_error()
+            return bytes(room)
+
+    def restore(self, snapshot: bytes) -> None:
+        """Take the state of a snapshot. Raises SnapshotError, the session as it was: another model, kv type or version, damage,
+        or more tokens than its context."""
+        check(self._handle.call(lib.ds4_session_load_mem, ffi.from_buffer(snapshot), len(snapshot)))
+
+    def save(self, path: Path) -> None:
+        """`snapshot` into a file: written beside it, then renamed over it. Raises SnapshotError."""
+        check(self._handle.call(lib.ds4_session_save, os.fsencode(path)))
+
+    def load(self, path: Path) -> None:
+        """`restore` from a file."""
+        check(self._handle.call(lib.ds4_session_load, os.fsencode(path)))

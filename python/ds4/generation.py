@@ -1,0 +1,301 @@
+"""From logits to text: the loop that generates, stop texts, whole characters, log-probabilities.
+
+The loop is `pieces`; everything public on `Engine` and `Session` that generates is a thin layer over it.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4 import errors
+
+if TYPE_CHECKING:
+    from ds4.engine import Session
+
+FinishReason = Literal["eos", "stop", "length"]
+
+
+class Options(TypedDict, total=False):
+    """Keywords of everything that generates. What is not given is the session's, or the engine's.
+
+    A wrong value raises InvalidArgument (or TypeError), before anything is evaluated.
+    """
+
+    max_tokens: int
+    """Most tokens to generate (256). The end of the context ends the text as well."""
+    stop: str | int | Sequence[str | int]
+    """Texts and token ids that end the text. Neither they nor any part of them are in it."""
+    logprobs: int
+    """How many most likely tokens to report for each token (0: no log-probabilities)."""
+    temperature: float
+    """0: greedy, the largest logit, ties to the lowest id."""
+    top_k: int
+    """Keep the k most likely tokens (0: all)."""
+    top_p: float
+    """Keep the most likely tokens until their probabilities sum to top_p (1: all)."""
+    min_p: float
+    """Keep tokens at least min_p times as likely as the first (0: all)."""
+    seed: int
+    """The same seed gives the same text, 0 to 2**64 - 1."""
+    speculative_depth: int
+    """Tokens drafted a cycle, 0 to 16 (0: no speculation). Changes the speed, never the text."""
+    margin: float
+    """Lead in logits that a draft needs to be taken from the batch, 0 to 1000. Changes the speed, never the text."""
+    ignore_eos: bool
+    """Go on after the end-of-sequence token."""
+
+
+class Logprob(NamedTuple):
+    """A token and its log-probability (natural logarithm, at temperature 1)."""
+
+    token: int
+    logprob: float
+
+
+class TokenLogprobs(NamedTuple):
+    """Of a generated token: its log-probability, and the most likely tokens in its place, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[Logprob, ...]
+
+
+class Piece(str):
+    """Some text of a stream, a str: what a pass or several brought, in whole characters.
+
+    `tokens` are the ids behind it, `logprobs` theirs if asked for. `finish_reason` is None but on the last piece, which may be
+    empty.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+
+    def __new__(
+        cls,
+        text: str = "",
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprobs] | None = None,
+        finish_reason: FinishReason | None = None,
+    ) -> Piece:
+        self = super().__new__(cls, text)
+        self.tokens, self.finish_reason = list(tokens), finish_reason
+        self.logprobs = None if logprobs is None else list(logprobs)
+        return self
+
+
+class Completion(str):
+    """A generated text, a str that knows how it came about.
+
+    `tokens`: the ids generated (of a text ended by a stop text: up to the token that completed it).
+    `logprobs`: one for each token if asked for, else None.
+    `finish_reason`: "eos" (end of sequence, or a stop token), "stop" (a stop text) or "length" (max_tokens, or the context is full).
+    `reasoning`: what a chat's answer was thought over with, "" if nothing; `text` is the answer without it.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason
+    reasoning: str
+
+    def __new__(
+        cls,
+        text: str = "",
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprobs] | None = None,
+        finish_reason: FinishReason = "length",
+        reasoning: str = "",
+    ) -> Completion:
+        self = super().__new__(cls, text)
+        self.tokens, self.finish_reason, self.reasoning = list(tokens), finish_reason, reasoning
+        self.logprobs = None if logprobs is None else list(logprobs)
+        return self
+
+    @property
+    def text(self) -> str:
+        """The text as a plain str."""
+        return str.__str__(self)
+
+
+def joined(parts: Iterator[Piece]) -> Completion:
+    """All pieces of a stream as one text."""
+    text, tokens = [], []
+    logprobs: list[TokenLogprobs] | None = None
+    finish: FinishReason = "length"
+    for piece in parts:
+        text.append(str(piece))
+        tokens += piece.tokens
+        if piece.logprobs is not None:
+            logprobs = (logprobs or []) + piece.logprobs
+        finish = piece.finish_reason or finish
+    return Completion("".join(text), tokens, logprobs, finish)
+
+
+# ---- settings ----
+
+
+class Gen(NamedTuple):
+    """How a token is drawn: ds4_gen."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a session generates with."""
+
+    depth: int
+    margin: float
+    gen: Gen = Gen()
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """`Options`, checked and filled up."""
+
+    settings: Settings
+    max_tokens: int = 256
+    stops: tuple[str, ...] = ()
+    logprobs: int = 0
+
+
+def request_of(options: Options, base: Settings) -> Request:
+    """Checks what C does not see."""
+    known = set(Options.__annotations__)
+    for name in options:
+        if name not in known:
+            raise TypeError(f"there is no option {name!r}; there are {', '.join(sorted(known))}")
+    stop = options.get("stop", ())
+    stops = [stop] if isinstance(stop, (str, int)) else list(stop)
+    for s in stops:
+        if isinstance(s, bool) or not isinstance(s, (str, int, np.integer)) or s == "":
+            raise errors.InvalidArgument(f"stop holds {s!r}; expected texts that are not empty, and token ids")
+    max_tokens, logprobs = options.get("max_tokens", 256), options.get("logprobs", 0)
+    if max_tokens < 0:
+        raise errors.InvalidArgument(f"max_tokens is {max_tokens}; expected 0 or more")
+    if logprobs < 0:
+        raise errors.InvalidArgument(f"logprobs is {logprobs}; expected 0 or more")
+    gen = base.gen._replace(**{k: options[k] for k in Gen._fields if k in options})  # type: ignore[literal-required]
+    settings = replace(
+        base,
+        depth=options.get("speculative_depth", base.depth),
+        margin=options.get("margin", base.margin),
+        gen=gen,
+        stop_tokens=base.stop_tokens + tuple(int(s) for s in stops if not isinstance(s, str)),
+        ignore_eos=options.get("ignore_eos", base.ignore_eos),
+    )
+    return Request(settings, max_tokens, tuple(s for s in stops if isinstance(s, str)), logprobs)
+
+
+# ---- text ----
+
+
+class Text:
+    """Bytes of tokens to text: whole characters (bytes that are no UTF-8 become U+FFFD), and nothing that is, or may become, a
+    stop text. Character by character, so that where a stop falls does not depend on how tokens divide the text."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = stops
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.held = ""
+        self.stopped = False
+
+    def feed(self, data: bytes, final: bool = False) -> str:
+        """The text that is certain now. After the first stop text to be complete nothing comes any more."""
+        if self.stopped:
+            return ""
+        for c in self.decoder.decode(data, final):
+            self.held += c
+            length = max((len(s) for s in self.stops if self.held.endswith(s)), default=0)
+            if length:
+                self.stopped = True
+                return self._release(len(self.held) - length)
+        return self._release(len(self.held) - (0 if final else self._could_become_stop()))
+
+    def _could_become_stop(self) -> int:
+        """Length of the longest end of the held text that begins a stop text."""
+        longest = max((len(s) for s in self.stops), default=1) - 1
+        for n in range(min(longest, len(self.held)), 0, -1):
+            if any(s.startswith(self.held[-n:]) for s in self.stops):
+                return n
+        return 0
+
+    def _release(self, n: int) -> str:
+        out, self.held = self.held[:n], self.held[n:]
+        return out
+
+
+# ---- log-probabilities ----
+
+
+def logprobs_of(logits: npt.NDArray[np.float32], token: int, n: int) -> TokenLogprobs:
+    """Of one token at logits float32 [V], in float64; ties go to the lower id."""
+    z = logits.astype(np.float64)
+    top = z.max()
+    norm = top + np.log(np.exp(z - top).sum())
+    n = min(n, len(z))
+    best = np.flatnonzero(logits >= np.partition(logits, len(z) - n)[len(z) - n]) if n else np.empty(0, np.int64)
+    best = best[np.argsort(-logits[best], kind="stable")][:n]
+    return TokenLogprobs(token, float(z[token] - norm), tuple(Logprob(int(i), float(z[i] - norm)) for i in best))
+
+
+# ---- the loop ----
+
+
+def pieces(session: Session, request: Request) -> Iterator[Piece]:
+    """Text after what the session holds, a piece for one pass or for several.
+
+    Every token of a piece is evaluated. When the text ends at a stop text, the session ends at the token that completed it.
+    """
+    settings, text = request.settings, Text(request.stops)
+    if request.stops:  # drafts behind a stop text are taken back
+        settings = replace(settings, depth=min(settings.depth, session.engine.info.max_rewind))
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    left = request.max_tokens
+    token, finish = _next(session, settings, left)
+    if finish is not None:
+        yield Piece("", [], logprobs if request.logprobs else None, finish)
+    while finish is None:
+        start, out = session.position, ""
+        before = session.logits() if request.logprobs else None
+        block = session._step(token, left, settings)
+        for i, token in enumerate(block):
+            tokens.append(token)
+            left -= 1
+            if before is not None:
+                logprobs.append(logprobs_of(session.step_logits(i - 1) if i else before, token, request.logprobs))
+            if not session.engine.is_eos(token):
+                out += text.feed(session.engine.piece(token))
+            if text.stopped:
+                session.rewind(start + i + 1)
+                finish = "stop"
+                break
+        if finish is None:
+            token, finish = _next(session, settings, left)
+        if finish is not None:
+            out += text.feed(b"", final=True)
+        if out or finish is not None:
+            yield Piece(out, tokens, logprobs if request.logprobs else None, finish)
+            tokens, logprobs = [], []
+
+
+def _next(session: Session, settings: Settings, left: int) -> tuple[int, FinishReason | None]:
+    """The token that follows, not evaluated yet, or why none does."""
+    if left <= 0 or session.position >= session.ctx:
+        return -1, "length"
+    token = session.sample(**settings.gen._asdict()) if settings.gen.temperature > 0 else session.argmax()
+    ends = token in settings.stop_tokens or (session.engine.is_eos(token) and not settings.ignore_eos)
+    return token, "eos" if ends else None
