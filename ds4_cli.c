@@ -2,7 +2,8 @@
  * but ds4.h.
  *
  * Sections, each using only those above it: 1 messages and small tools, 2 options, 3 text out, 4 the application (model,
- * session, evaluation), 5 prompts, 6 generation and its statistics, 7 dumps and inspection, 8 line editor, 9 chat, 10 main.
+ * session, evaluation), 5 prompts, 6 generation and its statistics, 7 dumps and inspection, 8 bench, 9 line editor, 10 chat,
+ * 11 main.
  *
  * Failures end the process where they are found, with one line on standard error: misuse() with status 2, fail() with 1. */
 #include "ds4.h"
@@ -221,15 +222,17 @@ typedef struct {
     int draft;                         /* 0: not given */
     int max_rewind;                    /* -1: not given */
     int tokens;                        /* TOKENS_DEFAULT: not given */
+    int bench_runs;                    /* 0: not given */
+    const char *bench_ctx, *csv, *json;/* of --bench */
     int kv_type, isa, backend;         /* index into the names below */
     int think;                         /* ds4_think */
     bool raw_prompt, rendered, ignore_eos;
-    bool inspect, inspect_tensors, dump_tokens, print_ids, stats, quiet;
+    bool bench, inspect, inspect_tensors, dump_tokens, print_ids, stats, quiet;
     bool help, version;
     bool bundled;                      /* no model was given: it is the one that comes with ds4 */
 } Options;
 
-enum { MAX_TOKENS = 1 << 24, TOKENS_DEFAULT = -2, BASE_MODEL_TOKENS = 512 };
+enum { MAX_TOKENS = 1 << 24, TOKENS_DEFAULT = -2, BASE_MODEL_TOKENS = 512, BENCH_TOKENS = 64, BENCH_FRONTIERS = 16 };
 
 static const char *const kv_type_names[] = {"f32", "f16", "fp8", NULL};       /* in the order of ds4_kv_type */
 static const char *const isa_names[] = {"auto", "scalar", "avx2", "avx512", "neon", NULL};
@@ -300,6 +303,11 @@ static const Option options[] = {
     {"--dump-head-logits", NULL, TEXT, AT(head_logits), 0, 0, NULL},
     {"--dump-tokens", NULL, FLAG, AT(dump_tokens), 0, 0, NULL},
     {"--perplexity-file", NULL, TEXT, AT(perplexity), 0, 0, NULL},
+    {"--bench", NULL, FLAG, AT(bench), 0, 0, NULL},
+    {"--bench-ctx", NULL, TEXT, AT(bench_ctx), 0, 0, NULL},
+    {"--bench-runs", NULL, WHOLE, AT(bench_runs), 1, 99, NULL},
+    {"--csv", NULL, TEXT, AT(csv), 0, 0, NULL},
+    {"--json", NULL, TEXT, AT(json), 0, 0, NULL},
     {"--inspect", NULL, FLAG, AT(inspect), 0, 0, NULL},
     {"--inspect-tensors", NULL, FLAG, AT(inspect_tensors), 0, 0, NULL},
     {"--quiet", "-q", FLAG, AT(quiet), 0, 0, NULL},
@@ -429,7 +437,35 @@ static bool dumps_logits(const Options *opt) { return opt->logits || opt->head_l
 
 /* Without a prompt, people at a terminal talk; anything else that standard input may be is the prompt itself. */
 static bool is_chat(const Options *opt) {
-    return !has_prompt(opt) && !opt->inspect && !opt->perplexity && isatty(STDIN_FILENO);
+    return !has_prompt(opt) && !opt->inspect && !opt->perplexity && !opt->bench && isatty(STDIN_FILENO);
+}
+
+/* The contexts of --bench-ctx, ascending; returns how many, -1 if they are not a list of such. */
+static int parse_frontiers(const char *text, int *out) {
+    int n = 0;
+    for (const char *p = text;; p++) {
+        char number[16];
+        size_t len = strcspn(p, ",");
+        snprintf(number, sizeof number, "%.*s", (int)len, p);
+        if (n == BENCH_FRONTIERS || len > 15 || !parse_whole(number, 0, MAX_TOKENS, &out[n])) return -1;
+        if (n && out[n] <= out[n - 1]) return -1;
+        n++;
+        p += len;
+        if (!*p) return n;
+    }
+}
+
+static void check_bench(const Options *opt) {
+    int list[BENCH_FRONTIERS];
+    if (!opt->bench && (opt->bench_ctx || opt->bench_runs || opt->csv || opt->json))
+        misuse("--bench-ctx, --bench-runs, --csv and --json belong to --bench");
+    if (!opt->bench) return;
+    if (opt->bench_ctx && parse_frontiers(opt->bench_ctx, list) < 0)
+        misuse("--bench-ctx \"%s\": expected up to %d ascending whole numbers with commas between them, such as 0,512,2048",
+               opt->bench_ctx, BENCH_FRONTIERS);
+    if (opt->tokens == 0 || opt->tokens == -1) misuse("--bench generates at least 1 token for each measurement (-n)");
+    if (opt->session || opt->stops.len || opt->print_ids || opt->stats || opt->stats_json || opt->logprobs)
+        misuse("--bench: not with --session, --stop, --print-ids, --stats, --stats-json or --dump-logprobs");
 }
 
 /* Combinations that cannot be meant. */
@@ -443,9 +479,10 @@ static void check_options(const Options *opt) {
         misuse("--system needs the chat template: not with --raw-prompt, --rendered or --prompt-ids");
     if (opt->prompt_ids && (opt->raw_prompt || opt->rendered))
         misuse("--prompt-ids is used as it is: not with --raw-prompt or --rendered");
-    if (opt->inspect + opt->dump_tokens + dumps_logits(opt) + !!opt->perplexity > 1)
-        misuse("--inspect, --dump-tokens, logits and --perplexity-file: only one at a time");
+    if (opt->inspect + opt->dump_tokens + dumps_logits(opt) + !!opt->perplexity + opt->bench > 1)
+        misuse("--inspect, --dump-tokens, logits, --perplexity-file and --bench: only one at a time");
     if (opt->perplexity && has_prompt(opt)) misuse("--perplexity-file takes no prompt");
+    check_bench(opt);
     if (opt->session && (opt->dump_tokens || dumps_logits(opt) || opt->perplexity))
         misuse("--session: not with --dump-tokens, --dump-logits, --dump-head-logits or --perplexity-file");
     if (opt->head_logits && !head) misuse("--dump-head-logits needs a head: --mtp FILE or --glm-mtp");
@@ -496,7 +533,7 @@ static void finish_cfg(Options *opt, const char *argv0) {
     if (opt->margin >= 0) cfg->mtp_margin = opt->margin;
     if (opt->env_margin >= 0) cfg->mtp_margin = opt->env_margin;
     bool generates = !dumps_logits(opt) || opt->tokens != TOKENS_DEFAULT;
-    bool text_out = opt->dump_tokens || (generates && !opt->print_ids) || opt->stops.len;
+    bool text_out = opt->dump_tokens || (generates && !opt->print_ids && !opt->bench) || opt->stops.len;
     cfg->raw_vocab_ok = opt->inspect || (opt->prompt_ids && !text_out);
     if (opt->max_rewind >= 0) cfg->max_rewind = opt->max_rewind;
     else if (cfg->ctx) cfg->max_rewind = min_int(cfg->max_rewind, cfg->ctx);
@@ -505,6 +542,10 @@ static void finish_cfg(Options *opt, const char *argv0) {
     if (head_rows && cfg->max_rewind < 2) cfg->max_rewind = 2;
     /* A stop text that ends inside an accepted block takes the rest of the block back. */
     if (opt->stops.len && head && cfg->max_rewind < cfg->mtp_draft) cfg->max_rewind = cfg->mtp_draft;
+    /* Each measurement goes back to where it began. */
+    if (opt->bench && opt->tokens == TOKENS_DEFAULT) opt->tokens = BENCH_TOKENS;
+    if (opt->bench && !opt->bench_runs) opt->bench_runs = 3;
+    if (opt->bench && cfg->max_rewind < opt->tokens + DS4_MAX_DRAFT + 1) cfg->max_rewind = opt->tokens + DS4_MAX_DRAFT + 1;
 }
 
 static Options read_options(int argc, char **argv) {
@@ -1342,7 +1383,401 @@ static int run_inspect(const App *app) {
     return 0;
 }
 
-/* ---- 8 line editor -------------------------------------------------------------------------------------------------- */
+/* ---- 8 bench -------------------------------------------------------------------------------------------------------- */
+
+/* Speeds at some lengths of context (frontiers): the prompt up to there, plain generation from there, passes by their number of
+ * rows as verification runs them, a step of the head; and what follows from these, how many drafts have to be right for
+ * speculation to pay. Then the real thing behind the prompt: depths and margins. Everything is measured --bench-runs times, in turns,
+ * so that a busy moment of the machine does not meet one side alone; the medians are shown. */
+
+enum { BENCH_ROWS = 10, BENCH_RUNS = 99, BENCH_DEPTHS = 5, BENCH_SWEEP = 16, BENCH_HEAD_DEPTH = 4 };
+static const int bench_rows[BENCH_ROWS] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 17};
+static const int bench_depths[BENCH_DEPTHS] = {1, 2, 3, 4, 8};
+
+/* What is read when no prompt is given, over and over up to the frontier. */
+static const char bench_text[] =
+    "The lighthouse keeper wrote down the weather every evening, as the keeper before him had done. Wind from the west, "
+    "moderate; two ships passed; the lamp was lit at six. In the winter the days were short and the entries long, for there "
+    "was little else to do. He wrote about the birds that came to rest on the railing, about the sound of the sea in the "
+    "rocks below, and about a letter that he meant to answer. In spring the boat came with flour, oil and newspapers, and for "
+    "some days he wrote nothing at all. Then the lamp was lit at seven, and at eight, and the ships passed again.\n";
+
+typedef struct {
+    double of[BENCH_RUNS];
+    int n;
+} Samples;
+
+static void sample(Samples *s, double value) {
+    if (s->n < BENCH_RUNS) s->of[s->n++] = value;
+}
+
+static int by_value(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(const Samples *s) {
+    Samples copy = *s;
+    if (!copy.n) return 0;
+    qsort(copy.of, (size_t)copy.n, sizeof *copy.of, by_value);
+    return (copy.of[(copy.n - 1) / 2] + copy.of[copy.n / 2]) / 2;
+}
+
+typedef struct {
+    int context, prompt;               /* tokens held; of them new since the frontier before */
+    Samples prompt_ms, token_ms, pass_ms[BENCH_ROWS], step_ms, repair_ms;
+} Frontier;
+
+typedef struct {
+    int draft;                         /* 0: plain */
+    float margin;
+    int64_t tokens, passes, drafted, accepted, first_drafted, first_accepted;
+    Samples ms;
+} Speculation;
+
+typedef struct {
+    App *app;
+    int tokens, runs;                  /* generated for each measurement; how often each is made */
+    Ids ids;                           /* enough for the last frontier and what is verified there */
+    int prompt;                        /* of them the prompt itself */
+    int n_frontiers, n_sweep;
+    Frontier frontiers[BENCH_FRONTIERS];
+    Speculation sweep[BENCH_SWEEP];
+    int64_t done, total;
+} Bench;
+
+static void bench_check(const Bench *b, int bad) {
+    if (!bad) return;
+    if (was_cancelled(b->app)) exit(130);
+    fail("%s", ds4_last_error());
+}
+
+static void bench_progress(Bench *b) {
+    b->done++;
+    if (b->app->opt.cfg.progress) on_progress(NULL, "bench", b->done, b->total);
+}
+
+/* Brings the session to the first n of the ids, from whatever shorter or longer beginning of them it holds. */
+static void bench_go(const Bench *b, int n) {
+    ds4_session *s = b->app->session;
+    if (ds4_session_position(s) > n) bench_check(b, ds4_session_rewind(s, n < ds4_session_rewind_floor(s) ? 0 : n));
+    int held = ds4_session_position(s);
+    if (held < n) bench_check(b, ds4_session_eval(s, b->ids.data + held, (size_t)(n - held)));
+}
+
+/* Generates `tokens` and goes back; returns the milliseconds. */
+static double bench_generate(const Bench *b, int tokens, int draft, float margin) {
+    ds4_session *s = b->app->session;
+    int start = ds4_session_position(s), out[DS4_MAX_DRAFT + 1];
+    bench_check(b, ds4_session_set_mtp(s, draft, margin));
+    ds4_session_reset_stats(s);
+    double began = now_ms();
+    for (int made = 0; made < tokens;) {
+        int token = ds4_session_argmax(s), got = token < 0 ? -1 : ds4_session_step(s, token, tokens - made, out);
+        bench_check(b, got < 0);
+        made += got;
+    }
+    double ms = now_ms() - began;
+    bench_check(b, ds4_session_rewind(s, start));
+    return ms;
+}
+
+/* A pass of so many rows with the logits of each, as verification needs them: short ones several times, the median of these. */
+static double bench_pass(const Bench *b, int rows, float *logits) {
+    ds4_session *s = b->app->session;
+    int start = ds4_session_position(s);
+    Samples all = {0};
+    for (double sum = 0; all.n < 3 || (sum < 20 && all.n < 9);) {
+        double began = now_ms();
+        bench_check(b, ds4_session_eval_logits(s, b->ids.data + start, (size_t)rows, logits));
+        sample(&all, now_ms() - began);
+        sum += all.of[all.n - 1];
+        bench_check(b, ds4_session_rewind(s, start));
+        if (sum > 2000) break;
+    }
+    return median(&all);
+}
+
+static void bench_frontier(Bench *b, Frontier *f, float *logits) {
+    ds4_session *s = b->app->session;
+    double began = now_ms();
+    bench_go(b, f->context);
+    if (f->prompt > 1) sample(&f->prompt_ms, now_ms() - began);
+    sample(&f->token_ms, bench_generate(b, b->tokens, 0, 0) / b->tokens);
+    bench_progress(b);
+    for (int i = 0; i < BENCH_ROWS; i++) {
+        sample(&f->pass_ms[i], bench_pass(b, bench_rows[i], logits));
+        bench_progress(b);
+    }
+    if (!b->app->info.has_head) return;
+    bench_generate(b, min_int(b->tokens, 16), BENCH_HEAD_DEPTH, 1000);
+    ds4_stats stats = ds4_session_stats(s);
+    int64_t steps = 0;
+    for (int i = 0; i < BENCH_HEAD_DEPTH; i++) steps += stats.drafted[i];
+    if (steps) sample(&f->step_ms, stats.draft_ms / (double)steps);
+    sample(&f->repair_ms, stats.repair_ms / (double)stats.cycles);
+}
+
+static void bench_speculation(Bench *b, Speculation *c) {
+    bench_go(b, b->prompt);
+    sample(&c->ms, bench_generate(b, b->tokens, c->draft, c->margin));
+    ds4_stats stats = ds4_session_stats(b->app->session);
+    c->tokens = stats.emitted;
+    c->passes = stats.passes;
+    c->first_drafted = stats.drafted[0];
+    c->first_accepted = stats.accepted[0];
+    c->drafted = c->accepted = 0;
+    for (int i = 0; i < DS4_MAX_DRAFT; i++) {
+        c->drafted += stats.drafted[i];
+        c->accepted += stats.accepted[i];
+    }
+    bench_progress(b);
+}
+
+static void bench_add(Bench *b, int draft, float margin) {
+    for (int i = 0; i < b->n_sweep; i++)
+        if (b->sweep[i].draft == draft && b->sweep[i].margin == margin) return;
+    if (b->n_sweep < BENCH_SWEEP) b->sweep[b->n_sweep++] = (Speculation){.draft = draft, .margin = margin};
+}
+
+static void bench_plan(Bench *b, const Ids *prompt) {
+    const App *app = b->app;
+    const Options *opt = &app->opt;
+    int list[BENCH_FRONTIERS], n = parse_frontiers(opt->bench_ctx ? opt->bench_ctx : "0,512,2048", list);
+    int ctx = app->info.ctx, behind = b->tokens > bench_rows[BENCH_ROWS - 1] ? b->tokens : bench_rows[BENCH_ROWS - 1];
+    if (!prompt->len) fail("the prompt is empty");
+    b->prompt = (int)prompt->len;
+    for (int i = 0; i < n; i++) {
+        if (list[i] > ctx - behind && (opt->bench_ctx || i == 0))
+            fail("--bench-ctx %d: %d tokens are generated from there, the context holds %d (see --ctx)", list[i], behind, ctx);
+        if (list[i] > ctx - behind) continue;
+        int held = list[i] ? list[i] : 1;
+        b->frontiers[i] = (Frontier){.context = held, .prompt = held - (i ? b->frontiers[i - 1].context : 0)};
+        b->n_frontiers = i + 1;
+    }
+    int most = b->frontiers[b->n_frontiers - 1].context + bench_rows[BENCH_ROWS - 1];
+    while (b->ids.len < (size_t)most || b->ids.len < prompt->len) ids_add(&b->ids, prompt->data, prompt->len);
+    b->total = (int64_t)b->runs * b->n_frontiers * (1 + BENCH_ROWS);
+    if (!app->info.has_head) return;
+    if (b->prompt > ctx - b->tokens)
+        fail("the prompt has %d tokens, %d are generated behind it, the context holds %d (see --ctx)", b->prompt, b->tokens,
+             ctx);
+    bench_add(b, 0, 0);
+    for (int m = 0; m < 2; m++) {
+        float margin = m ? 0 : app->opt.cfg.mtp_margin;
+        for (int i = 0; i < BENCH_DEPTHS; i++) bench_add(b, bench_depths[i], margin);
+        if (opt->draft) bench_add(b, opt->draft, margin);
+    }
+    b->total += (int64_t)b->runs * b->n_sweep;
+}
+
+/* The share of drafts that have to be accepted, each with the same probability, for `depth` of them to pay; above 1: never. */
+static double break_even(const Frontier *f, int depth) {
+    double plain = median(&f->pass_ms[0]), pass = 0, low = 0, high = 1;
+    for (int i = 0; i < BENCH_ROWS; i++)
+        if (bench_rows[i] == depth + 1) pass = median(&f->pass_ms[i]);
+    double worth = (pass + depth * median(&f->step_ms) + median(&f->repair_ms)) / plain;     /* tokens that it has to bring */
+    if (worth > depth + 1) return 2;
+    for (int i = 0; i < 50; i++) {
+        double a = (low + high) / 2, sum = 1, power = 1;
+        for (int k = 0; k < depth; k++) sum += power *= a;
+        if (sum < worth) low = a;
+        else high = a;
+    }
+    return high;
+}
+
+static void print_frontiers(const Bench *b) {
+    printf("context    prompt tokens/s   generated tokens/s   ms a token\n");
+    for (int i = 0; i < b->n_frontiers; i++) {
+        const Frontier *f = &b->frontiers[i];
+        printf("%7d", f->context);
+        if (f->prompt_ms.n) printf("%19.1f", rate(f->prompt, median(&f->prompt_ms)));
+        else printf("%19s", "-");
+        printf("%21.1f%13.3f\n", rate(1, median(&f->token_ms)), median(&f->token_ms));
+    }
+    printf("\nrows of a pass    ms (as much as passes of one row), by context\n%4s", "");
+    for (int i = 0; i < b->n_frontiers; i++) printf("%22d", b->frontiers[i].context);
+    for (int r = 0; r < BENCH_ROWS; r++) {
+        printf("\n%4d", bench_rows[r]);
+        for (int i = 0; i < b->n_frontiers; i++) {
+            double ms = median(&b->frontiers[i].pass_ms[r]);
+            printf("%14.3f (%5.2f)", ms, ms / median(&b->frontiers[i].pass_ms[0]));
+        }
+    }
+    printf("\n");
+}
+
+static void print_break_even(const Bench *b) {
+    printf("\nhead step ");
+    for (int i = 0; i < b->n_frontiers; i++) printf("%16.3f ms   ", median(&b->frontiers[i].step_ms));
+    printf("\na cycle's repair");
+    for (int i = 0; i < b->n_frontiers; i++) printf("%*.3f ms   ", i ? 16 : 10, median(&b->frontiers[i].repair_ms));
+    printf("\n\ndrafts    share that must be accepted for them to pay, by context\n");
+    for (int d = 0; d < BENCH_DEPTHS; d++) {
+        printf("%4d", bench_depths[d]);
+        for (int i = 0; i < b->n_frontiers; i++) {
+            double share = break_even(&b->frontiers[i], bench_depths[d]);
+            if (share > 1) printf("%22s", "never");
+            else printf("%21.1f%%", 100 * share);
+        }
+        printf("\n");
+    }
+}
+
+static const char *draft_name(int draft, char *room, size_t n) {
+    snprintf(room, n, draft ? "%d" : "plain", draft);
+    return room;
+}
+
+static double share(int64_t part, int64_t of) { return of ? (double)part / (double)of : 0; }
+
+static void print_sweep(const Bench *b) {
+    double plain = median(&b->sweep[0].ms);
+    char name[16];
+    printf("\n%d tokens behind the prompt's %d\n", b->tokens, b->prompt);
+    printf("drafts   margin     tokens/s     ratio   tokens a pass   first accepted   all accepted\n");
+    for (int i = 0; i < b->n_sweep; i++) {
+        const Speculation *c = &b->sweep[i];
+        double ms = median(&c->ms);
+        printf("%6s", draft_name(c->draft, name, sizeof name));
+        if (c->draft) printf("%9g", (double)c->margin);
+        else printf("%9s", "");
+        printf("%13.1f%10.3f%16.2f", rate(b->tokens, ms), plain / ms, share(c->tokens, c->passes));
+        if (c->draft)
+            printf("%16.1f%%%14.1f%%", 100 * share(c->first_accepted, c->first_drafted), 100 * share(c->accepted, c->drafted));
+        printf("\n");
+    }
+}
+
+/* One value a line: what was measured, where, the value and its unit. */
+static void write_csv(const Bench *b, FILE *out) {
+    char name[16];
+    fputs("measure,context,rows,draft,margin,value,unit\n", out);
+    for (int i = 0; i < b->n_frontiers; i++) {
+        const Frontier *f = &b->frontiers[i];
+        if (f->prompt_ms.n) fprintf(out, "prompt,%d,,,,%.3f,tokens/s\n", f->context, rate(f->prompt, median(&f->prompt_ms)));
+        fprintf(out, "generation,%d,,,,%.3f,tokens/s\n", f->context, rate(1, median(&f->token_ms)));
+        for (int r = 0; r < BENCH_ROWS; r++)
+            fprintf(out, "pass,%d,%d,,,%.5f,ms\n", f->context, bench_rows[r], median(&f->pass_ms[r]));
+        if (!f->step_ms.n) continue;
+        fprintf(out, "head step,%d,,,,%.5f,ms\n", f->context, median(&f->step_ms));
+        fprintf(out, "repair,%d,,,,%.5f,ms\n", f->context, median(&f->repair_ms));
+        for (int d = 0; d < BENCH_DEPTHS; d++)
+            if (break_even(f, bench_depths[d]) <= 1)
+                fprintf(out, "break-even,%d,,%d,,%.5f,share\n", f->context, bench_depths[d], break_even(f, bench_depths[d]));
+    }
+    for (int i = 0; i < b->n_sweep; i++) {
+        const Speculation *c = &b->sweep[i];
+        char at[64];
+        snprintf(at, sizeof at, "%d,,%s,%g", b->prompt, draft_name(c->draft, name, sizeof name), (double)c->margin);
+        fprintf(out, "speed,%s,%.3f,tokens/s\n", at, rate(b->tokens, median(&c->ms)));
+        fprintf(out, "ratio,%s,%.5f,of plain\n", at, median(&b->sweep[0].ms) / median(&c->ms));
+        fprintf(out, "tokens a pass,%s,%.5f,tokens\n", at, share(c->tokens, c->passes));
+        fprintf(out, "first accepted,%s,%.5f,share\n", at, share(c->first_accepted, c->first_drafted));
+        fprintf(out, "accepted,%s,%.5f,share\n", at, share(c->accepted, c->drafted));
+    }
+}
+
+static void json_frontier(const Frontier *f, FILE *out) {
+    fprintf(out, "    {\"context\": %d, \"prompt_tokens\": %d, \"prompt_tokens_per_s\": ", f->context, f->prompt);
+    if (f->prompt_ms.n) fprintf(out, "%.3f", rate(f->prompt, median(&f->prompt_ms)));
+    else fputs("null", out);
+    fprintf(out, ", \"generation_tokens_per_s\": %.3f,\n     \"pass_ms\": {", rate(1, median(&f->token_ms)));
+    for (int r = 0; r < BENCH_ROWS; r++) fprintf(out, "%s\"%d\": %.5f", r ? ", " : "", bench_rows[r], median(&f->pass_ms[r]));
+    fputs("}", out);
+    if (f->step_ms.n) {
+        fprintf(out, ",\n     \"head_step_ms\": %.5f, \"repair_ms\": %.5f, \"break_even\": {", median(&f->step_ms),
+                median(&f->repair_ms));
+        for (int d = 0; d < BENCH_DEPTHS; d++) {
+            double a = break_even(f, bench_depths[d]);
+            fprintf(out, "%s\"%d\": ", d ? ", " : "", bench_depths[d]);
+            if (a > 1) fputs("null", out);
+            else fprintf(out, "%.5f", a);
+        }
+        fputs("}", out);
+    }
+    fputs("}", out);
+}
+
+static void write_bench(const Bench *b, FILE *out) {
+    char name[16];
+    fputs("{\n", out);
+    json_setup(b->app, out);
+    fprintf(out, "  \"tokens\": %d,\n  \"runs\": %d,\n  \"prompt_tokens\": %d,\n  \"frontiers\": [\n", b->tokens, b->runs,
+            b->prompt);
+    for (int i = 0; i < b->n_frontiers; i++) {
+        json_frontier(&b->frontiers[i], out);
+        fputs(i + 1 < b->n_frontiers ? ",\n" : "\n", out);
+    }
+    fputs("  ],\n  \"sweep\": [\n", out);
+    for (int i = 0; i < b->n_sweep; i++) {
+        const Speculation *c = &b->sweep[i];
+        double ms = median(&c->ms);
+        fputs("    {\"draft\": ", out);
+        json_string(out, draft_name(c->draft, name, sizeof name));
+        fprintf(out, ", \"margin\": %g, \"tokens_per_s\": %.3f, \"ratio\": %.5f, \"tokens\": %lld, \"passes\": %lld, ",
+                (double)c->margin, rate(b->tokens, ms), median(&b->sweep[0].ms) / ms, (long long)c->tokens,
+                (long long)c->passes);
+        fprintf(out, "\"drafted\": %lld, \"accepted\": %lld, \"first_drafted\": %lld, \"first_accepted\": %lld}%s\n",
+                (long long)c->drafted, (long long)c->accepted, (long long)c->first_drafted, (long long)c->first_accepted,
+                i + 1 < b->n_sweep ? "," : "");
+    }
+    fputs("  ]\n}\n", out);
+}
+
+static void bench_run(Bench *b) {
+    float *logits = malloc((size_t)bench_rows[BENCH_ROWS - 1] * (size_t)b->app->info.vocab * sizeof *logits);
+    if (!logits) fail("out of memory");
+    for (int run = 0; run < b->runs; run++) {
+        bench_go(b, 0);
+        for (int i = 0; i < b->n_frontiers; i++) bench_frontier(b, &b->frontiers[i], logits);
+        for (int i = 0; i < b->n_sweep; i++) bench_speculation(b, &b->sweep[i]);
+    }
+    free(logits);
+    bar_erase();
+}
+
+static int run_bench(App *app, const Prompt *prompt) {
+    const Options *opt = &app->opt;
+    Bench *b = calloc(1, sizeof *b);
+    if (!b) fail("out of memory");
+    *b = (Bench){.app = app, .tokens = opt->tokens, .runs = opt->bench_runs};
+    Ids ids = {0};
+    if (has_prompt(opt)) ids = fresh_prompt(app, prompt);
+    else {
+        add_bos(app, &ids);
+        add_text(app, &ids, &(Bytes){.data = (char *)(uintptr_t)bench_text, .len = sizeof bench_text - 1}, false);
+    }
+    bench_plan(b, &ids);
+    open_session(app);
+    bench_check(b, ds4_session_set_stops(app->session, NULL, 0, true));
+    catch_interrupts(app, false);
+    FILE *csv = opt->csv ? open_output(opt->csv, &app->info) : NULL;
+    FILE *json = opt->json ? open_output(opt->json, &app->info) : NULL;
+    bench_run(b);
+    printf("%s, %s kernels, %d threads, kv %s; medians of %d\n\n", *app->info.name ? app->info.name : app->info.model_path,
+           app->info.isa, app->info.threads, kv_type_names[app->info.kv_type], b->runs);
+    print_frontiers(b);
+    if (app->info.has_head) {
+        print_break_even(b);
+        print_sweep(b);
+    }
+    if (csv) {
+        write_csv(b, csv);
+        close_output(csv, opt->csv);
+    }
+    if (json) {
+        write_bench(b, json);
+        close_output(json, opt->json);
+    }
+    free(ids.data);
+    free(b->ids.data);
+    free(b);
+    return 0;
+}
+
+/* ---- 9 line editor -------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     bool plain;                        /* a terminal that cannot move its cursor: lines as the system reads them */
@@ -1790,7 +2225,7 @@ static bool read_line(Editor *ed) {
     return state == LINE_DONE;
 }
 
-/* ---- 9 chat --------------------------------------------------------------------------------------------------------- */
+/* ---- 10 chat -------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     char *role, *content, *reasoning;
@@ -1985,7 +2420,7 @@ static int run_chat(App *app) {
     return 0;
 }
 
-/* ---- 10 main -------------------------------------------------------------------------------------------------------- */
+/* ---- 11 main -------------------------------------------------------------------------------------------------------- */
 
 /* Evaluates what the session does not hold yet of the prompt. */
 static void eval_prompt(App *app, const Prompt *prompt, const Ids *full) {
@@ -2044,11 +2479,12 @@ int main(int argc, char **argv) {
         check_options(opt);
         read_environment(opt);
         finish_cfg(opt, argv[0]);
-        bool chat = is_chat(opt), asks = !chat && !opt->inspect && !opt->perplexity;
-        if (asks) prompt = read_prompt(opt);
+        bool chat = is_chat(opt), asks = !chat && !opt->inspect && !opt->perplexity && !opt->bench;
+        if (asks || (opt->bench && has_prompt(opt))) prompt = read_prompt(opt);
         open_engine(&app);
         status = chat           ? run_chat(&app)
                  : opt->inspect ? run_inspect(&app)
+                 : opt->bench   ? run_bench(&app, &prompt)
                  : asks         ? run_prompt(&app, &prompt)
                                 : run_perplexity(&app);
         interrupt_target = NULL;       /* the session ends with the engine */

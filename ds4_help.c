@@ -66,6 +66,13 @@ const char *const ds4_help_cli[] = {
 "      --dump-tokens      the prompt's token ids and their text, then ends\n"
 "      --perplexity-file FILE    nats a token and perplexity of a text, in windows of --ctx tokens that move by half their\n"
 "                         length, then ends; with a head also how often its first draft is the target's choice\n"
+"      --bench            measures: prompt and generation speed, passes by their rows, a head step, how many drafts must be\n"
+"                         right to pay; with a head, depths and margins behind the prompt (-p and so on, or a text of its\n"
+"                         own), -n tokens each (64), end-of-text ignored. Then ends.\n"
+"      --bench-ctx LIST   the contexts to measure at, ascending (0,512,2048, those that fit)\n"
+"      --bench-runs N     how often each is measured, 1 to 99; medians count (3)\n"
+"      --csv FILE         the figures of --bench, one a line (none)\n"
+"      --json FILE        the same as JSON (none)\n"
 "      --inspect          sizes, types, bytes and memory of the model and head, then ends\n"
 "      --inspect-tensors  the same and every tensor\n"
 "  -q, --quiet            no notes and no progress bars (off); errors and warnings remain\n"
@@ -86,6 +93,7 @@ const char *const ds4_help_cli[] = {
 "  ds4 -m target.gguf -p \"A haiku about rain.\" --temp 0.8 --top-p 0.95 --seed 7\n"
 "  ds4 -m target.gguf --session talk.ds4 -p \"And now?\"\n"
 "  ds4 -m target.gguf --prompt-ids ids.txt --print-ids -n 64\n"
+"  ds4 -m target.gguf --mtp head.gguf --bench --json bench.json\n"
 "  ds4 -m target.gguf --mtp head.gguf --inspect\n",
 NULL };
 
