@@ -1,10 +1,10 @@
 /* ds4.c: the engine. One file, to be read from top to bottom; a section uses only those above it.
  *
- *   1 errors and small tools      6 model: sizes, weights, checks    11 acceptance and speculation
- *   2 threads                     7 row operations                   12 sampling
+ *   1 errors and small tools      6 model: sizes, weights, checks    11 MTP head and drafters
+ *   2 threads                     7 row operations                   12 acceptance and speculation
  *   3 GGUF                        8 caches                           13 sessions and batches
  *   4 tensor types and kernels    9 forward                          14 save and load
- *   5 tokenizer, chat template   10 MTP head
+ *   5 tokenizer, chat template   10 sampling
  *
  * Two rules hold everywhere and make speculation exact. A row's result never depends on the rows that run with it, on the
  * threads or on the instruction set: every sum has one order. And whatever a session remembers is addressed by absolute
@@ -553,10 +553,11 @@ static double meta_number(const meta *m, uint64_t i) {
         return (double)v;        \
     }
         READ(G_U16, uint16_t)
-        READ(G_I16, int16_t) READ(G_U32, uint32_t) READ(G_I32, int32_t) READ(G_F32, float) READ(G_U64, uint64_t)
-            READ(G_I64, int64_t) READ(G_F64, double)
+        READ(G_I16, int16_t)
+        READ(G_U32, uint32_t)
+        READ(G_I32, int32_t) READ(G_F32, float) READ(G_U64, uint64_t) READ(G_I64, int64_t) READ(G_F64, double)
 #undef READ
-                default : return NAN;
+            default : return NAN;
     }
 }
 
@@ -4448,6 +4449,14 @@ typedef struct {
 
 typedef struct drafter drafter;
 
+/* How a session chooses tokens: section 10. */
+typedef struct {
+    ds4_gen gen; /* its bias list is the sampler's own */
+    int32_t *counts; /* (n_vocab,): how often each token stands at gen.penalty_from .. counted - 1; NULL without penalties */
+    int counted;
+    float *draft_logits; /* (DS4_MAX_DRAFT + 1, n_vocab): what drafts were drawn from; NULL but for rejection */
+} sampler;
+
 struct ds4_session {
     ds4_engine *engine;
     ds4_session *next, **link; /* the engine's list of open sessions */
@@ -4456,7 +4465,7 @@ struct ds4_session {
     int floor; /* the highest position ever reached (since the last rewind to 0) less max_rewind, at least 0 */
     int written; /* rows ever written, rejected ones included */
     int streams_from; /* streams from here on were ever in the ring: a snapshot brings the last ones only */
-    int *tokens; /* (ctx + DS4_MAX_DRAFT + 1,) */
+    int *tokens; /* (ctx + DS4_MAX_DRAFT + 1,); above the position: the drafts of a cycle */
     cache *caches; /* a layer each, then the head's */
     float *streams; /* (stream_ring, n_streams * dim): the target's last streams */
     int stream_ring, stream_need;
@@ -4465,6 +4474,8 @@ struct ds4_session {
     float *logits; /* (DS4_MAX_DRAFT + 1, n_vocab): rows of the last pass */
     int logits_row; /* which of them belongs to the position; -1: none */
     int step_rows; /* rows that the last step committed, 0 after other calls */
+    sampler by;
+    int pending; /* rejection: the token already drawn for the position, -1: none */
     const drafter *drafter;
     void *drafter_ctx;
     int draft;
@@ -4623,7 +4634,7 @@ struct ds4_engine {
     row_sizes sizes;
     int ctx, max_rewind, chunk, draft;
     float margin;
-    ds4_gen gen;
+    sampler by; /* what sessions start with */
     bool conf_log;
     ds4_log_fn log;
     ds4_progress_fn progress;
@@ -4636,8 +4647,14 @@ struct ds4_engine {
     char *model_path, *head_path, *name;
     pass_row *row_room; /* (rows,): the pass being put together */
     const float **stream_room;
-    float *draft_logits; /* (n_vocab,) */
-    struct candidate *candidates; /* (n_vocab,) */
+    float *logits; /* (logit_rows, n_vocab): rows of several sessions, and of a draft step */
+    int logit_rows;
+    struct cycle *cycles, **cycle_room; /* (rows,): the sessions of a batch; those of one drafter */
+    float *adjusted; /* (n_vocab,) */
+    uint8_t *allowed;
+    double *weights;
+    struct candidate *candidates;
+    int64_t passes; /* of the target */
     pthread_mutex_t run; /* one pass at a time; also guards the list of sessions */
     ds4_session *sessions;
 };
@@ -5323,7 +5340,265 @@ static void scratch_free(scratch *s, int threads) {
 }
 
 /* ============================================================================================================================
- * 10. MTP head
+ * 10. Sampling
+ *
+ * How a token is chosen from a row of logits, the target's or the head's: one way for both. Penalties, bias and mask adjust
+ * the logits; temperature and the filters give a law p; the draw is argmax over ids of log p + Gumbel noise that depends on
+ * (seed, position, id) alone (Gumbel-max). So a seed's text does not depend on how often, or with what company, the model ran.
+ * ========================================================================================================================== */
+
+typedef struct candidate {
+    float logit; /* log-weight, relative to the best candidate's */
+    int id;
+} candidate;
+
+static bool candidate_before(const candidate *a, const candidate *b) {
+    return a->logit != b->logit ? a->logit > b->logit : a->id < b->id;
+}
+
+/* What a random number is for: each purpose has its own stream. */
+typedef enum { FOR_TOKEN, FOR_DRAFT, FOR_VERDICT, FOR_REST } purpose;
+
+/* A uniform number in (0, 1) from a counter: SplitMix64's mixing of (seed, position, id). */
+static double uniform(uint64_t seed, uint64_t position, uint64_t id) {
+    uint64_t x = seed;
+    const uint64_t parts[2] = {position, id};
+    for (int i = 0; i < 2; i++) {
+        x += 0x9e3779b97f4a7c15u * (parts[i] + 1);
+        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+        x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+        x ^= x >> 31;
+    }
+    return ((double)(x >> 12) + 0.5) * 0x1p-52;
+}
+
+static uint64_t stream_of(uint64_t seed, purpose why) { return seed ^ (0xd1342543de82ef95u * (uint64_t)why); }
+
+static int check_gen(const ds4_gen *g) {
+    if (!(g->temperature >= 0 && g->temperature <= 100))
+        return fail("temperature is %g; expected 0 to 100", (double)g->temperature);
+    if (g->top_k < 0) return fail("top_k is %d; expected 0 or more", g->top_k);
+    if (!(g->top_p >= 0 && g->top_p <= 1)) return fail("top_p is %g; expected 0 to 1", (double)g->top_p);
+    if (!(g->min_p >= 0 && g->min_p <= 1)) return fail("min_p is %g; expected 0 to 1", (double)g->min_p);
+    if (!(fabsf(g->presence_penalty) <= 100))
+        return fail("presence_penalty is %g; expected -100 to 100", (double)g->presence_penalty);
+    if (!(fabsf(g->frequency_penalty) <= 100))
+        return fail("frequency_penalty is %g; expected -100 to 100", (double)g->frequency_penalty);
+    if (g->penalty_from < 0) return fail("penalty_from is %d; expected a position, 0 or more", g->penalty_from);
+    if (g->scheme != DS4_COUPLED && g->scheme != DS4_REJECTION)
+        return fail("scheme is %d; expected DS4_COUPLED or DS4_REJECTION", (int)g->scheme);
+    return 0;
+}
+
+static int check_bias(const ds4_gen *g, int n_vocab) {
+    if (g->n_bias && !g->bias) return fail("bias is missing; n_bias is %zu", g->n_bias);
+    for (size_t i = 0; i < g->n_bias; i++) {
+        if (g->bias[i].token < 0 || g->bias[i].token >= n_vocab)
+            return fail("bias for token %d, which is outside the vocabulary (0 to %d)", g->bias[i].token, n_vocab - 1);
+        float b = g->bias[i].bias;
+        if (!(b < INFINITY)) return fail("bias of token %d is %g; expected a number or -inf", g->bias[i].token, (double)b);
+    }
+    return 0;
+}
+
+static void sampler_free(sampler *b) {
+    mem_free((void *)(uintptr_t)b->gen.bias);
+    mem_free(b->counts);
+    mem_free(b->draft_logits);
+    *b = (sampler){0};
+}
+
+/* A sampler of its own copy of g. */
+static int sampler_new(sampler *b, const ds4_gen *g, int n_vocab) {
+    *b = (sampler){0};
+    if (check_gen(g) || check_bias(g, n_vocab)) return -1;
+    ds4_bias *bias = NULL;
+    bool counts = g->presence_penalty != 0 || g->frequency_penalty != 0,
+         laws = g->scheme == DS4_REJECTION && g->temperature > 0;
+    b->gen = *g;
+    b->gen.bias = NULL;
+    b->counted = g->penalty_from;
+    if ((g->n_bias && !(b->gen.bias = bias = mem_array(g->n_bias, sizeof *bias))) ||
+        (counts && !(b->counts = mem_array((size_t)n_vocab, sizeof *b->counts))) ||
+        (laws && !(b->draft_logits = mem_array((size_t)(DS4_MAX_DRAFT + 1) * (size_t)n_vocab, sizeof(float))))) {
+        sampler_free(b);
+        return -1;
+    }
+    if (g->n_bias) memcpy(bias, g->bias, g->n_bias * sizeof *bias);
+    return 0;
+}
+
+/* Makes the counts those of the text's first `to` tokens. Tokens above the session's position are a cycle's drafts: they are
+ * counted for the rows behind them and taken back before they are overwritten (session_settle). */
+static void count_to(const ds4_session *s, sampler *b, int to) {
+    to = max_int(to, b->gen.penalty_from);
+    while (b->counted < to) b->counts[s->tokens[b->counted++]]++;
+    while (b->counted > to) b->counts[s->tokens[--b->counted]]--;
+}
+
+/* Logits z of the token at `position` with penalties, bias and mask, in the engine's room; z itself if there are none. */
+static const float *adjusted(ds4_session *s, sampler *b, const float *z, int position) {
+    ds4_engine *e = s->engine;
+    const ds4_gen *g = &b->gen;
+    int V = e->model->c.n_vocab, left = 0;
+    if (!b->counts && !g->n_bias && !g->mask) return z;
+    float *out = e->adjusted;
+    memcpy(out, z, (size_t)V * sizeof *out);
+    if (b->counts) {
+        count_to(s, b, position);
+        for (int i = 0; i < V; i++)
+            if (b->counts[i]) out[i] -= g->presence_penalty + (float)b->counts[i] * g->frequency_penalty;
+    }
+    for (size_t i = 0; i < g->n_bias; i++) out[g->bias[i].token] += g->bias[i].bias;
+    if (g->mask) {
+        memset(e->allowed, 1, (size_t)(unsigned)V);
+        if (g->mask(g->mask_ctx, s->tokens, position, e->allowed)) {
+            fail("the mask callback failed at position %d", position);
+            return NULL;
+        }
+        for (int i = 0; i < V; i++)
+            if (!e->allowed[i]) out[i] = -INFINITY;
+    }
+    for (int i = 0; i < V; i++) left += out[i] > -INFINITY;
+    if (left) return out;
+    fail("bias and mask leave no token at position %d", position);
+    return NULL;
+}
+
+/* ---- the law ---- */
+
+/* c[0..n-1] is a heap below i but for i itself. */
+static void candidates_sift(candidate *c, int n, int i) {
+    for (int child; (child = 2 * i + 1) < n; i = child) {
+        if (child + 1 < n && candidate_before(&c[child + 1], &c[child])) child++;
+        if (!candidate_before(&c[child], &c[i])) return;
+        candidate swap = c[i];
+        c[i] = c[child];
+        c[child] = swap;
+    }
+}
+
+static void candidates_heap(candidate *c, int n) {
+    for (int i = n / 2 - 1; i >= 0; i--) candidates_sift(c, n, i);
+}
+
+/* Moves the best of a heap of n to c[n - 1]; the others stay a heap. */
+static void take_best(candidate *c, int n) {
+    candidate best = c[0];
+    c[0] = c[n - 1];
+    c[n - 1] = best;
+    candidates_sift(c, n - 1, 0);
+}
+
+static double d_max(double a, double b) { return a > b ? a : b; }
+static double weight_of(const candidate *c) { return d_exp((double)c->logit); }
+
+/* What top_k, top_p and min_p leave of n candidates; their number goes to *kept. By selection: what is cut is never sorted. */
+static candidate *filter(candidate *c, int n, const ds4_gen *g, int *kept) {
+    *kept = n;
+    if (!(g->top_k > 0 && g->top_k < n) && g->top_p >= 1 && g->min_p <= 0) return c;
+    int limit = g->top_k > 0 ? min_int(g->top_k, n) : n, popped = 0, i = 0;
+    double total = 0, sum = 0;
+    candidates_heap(c, n);
+    if (limit < n)
+        for (; popped < limit; popped++) take_best(c, n - popped);
+    for (int k = limit < n ? n - limit : 0; k < n; k++) total += weight_of(&c[k]);
+    for (; i < limit; i++) {
+        if (popped == i) take_best(c, n - popped++);
+        double p = weight_of(&c[n - 1 - i]);
+        if (i > 0 && (p < (double)g->min_p || sum >= (double)g->top_p * total)) break;
+        sum += p;
+    }
+    *kept = i;
+    return c + n - i;
+}
+
+/* The law of logits z (n) at a temperature above 0: candidates with their log-weights, in `room` (n). */
+static candidate *law_of(const float *z, int n, const ds4_gen *g, candidate *room, int *kept) {
+    double top = -INFINITY;
+    int m = 0;
+    for (int i = 0; i < n; i++) top = (double)z[i] > top ? (double)z[i] : top;
+    for (int i = 0; i < n; i++) {
+        if (!(z[i] > -INFINITY)) continue; /* forbidden */
+        /* Relative to the best one, so that no temperature overflows it. */
+        double x = ((double)z[i] - top) / (double)g->temperature;
+        room[m++] = (candidate){x > -1e30 ? (float)x : -1e30f, i};
+    }
+    return filter(room, m, g, kept);
+}
+
+/* argmax of log-weight + Gumbel noise; ties to the lowest id. A candidate behind the best score by t wins only if its uniform
+ * number is above exp(-exp(-t)): most are settled by comparing it with a bound for whole t. */
+static int draw(const candidate *c, int n, uint64_t seed, int position) {
+    enum { BOUNDS = 36 };
+    double bounds[BOUNDS], best_score = -INFINITY;
+    int best = -1;
+    for (int t = 0; t < BOUNDS; t++) bounds[t] = d_exp(-d_exp(-(double)t)) - 1e-9;
+    for (int i = 0; i < n; i++) {
+        double u = uniform(seed, (uint64_t)position, (uint64_t)c[i].id), behind = best_score - (double)c[i].logit;
+        if (behind > 0 && u < bounds[behind < BOUNDS - 1 ? (int)behind : BOUNDS - 1]) continue;
+        double score = (double)c[i].logit - d_log(-d_log(u));
+        if (best < 0 || score > best_score || (score == best_score && c[i].id < best)) {
+            best = c[i].id;
+            best_score = score;
+        }
+    }
+    return best;
+}
+
+/* The token that a sampler takes at `position` from logits z; the text before it is in s->tokens. -1 on failure. */
+static int choose(ds4_session *s, sampler *b, const float *z, int position, purpose why) {
+    ds4_engine *e = s->engine;
+    int V = e->model->c.n_vocab, kept;
+    if (!(z = adjusted(s, b, z, position))) return -1;
+    if (b->gen.temperature == 0) return (int)e->dev.k->argmax(V, z);
+    const candidate *law = law_of(z, V, &b->gen, e->candidates, &kept);
+    return draw(law, kept, stream_of(b->gen.seed, why), position);
+}
+
+/* Rejection (Leviathan et al. 2023; Chen et al. 2023): draft x, drawn from the law of the head's logits `q` (NULL: certain to be
+ * x), against the target's logits z. Returns x if it is taken, else a token drawn from normalise((p - q)+); -1 on failure. */
+static int judge(ds4_session *s, sampler *b, const float *z, const float *q, int x, int position) {
+    ds4_engine *e = s->engine;
+    int V = e->model->c.n_vocab, np, nq;
+    double *weight = e->weights, p_total = 0, q_total = 0, px = 0, qx = 1;
+    memset(weight, 0, (size_t)V * sizeof *weight);
+    if (q) {
+        if (!(q = adjusted(s, b, q, position))) return -1;
+        const candidate *c = law_of(q, V, &b->gen, e->candidates, &nq);
+        for (int i = 0; i < nq; i++) q_total += weight_of(&c[i]);
+        for (int i = 0; i < nq; i++) weight[c[i].id] = weight_of(&c[i]) / q_total;
+        qx = weight[x];
+    } else weight[x] = 1;
+    if (!(z = adjusted(s, b, z, position))) return -1;
+    const candidate *c = law_of(z, V, &b->gen, e->candidates, &np);
+    for (int i = 0; i < np; i++) p_total += weight_of(&c[i]);
+    for (int i = 0; i < np; i++)
+        if (c[i].id == x) px = weight_of(&c[i]) / p_total;
+    if (uniform(stream_of(b->gen.seed, FOR_VERDICT), (uint64_t)position, 0) * qx < px) return x;
+    double rest = 0, sum = 0;
+    for (int i = 0; i < np; i++) rest += d_max(0, weight_of(&c[i]) / p_total - weight[c[i].id]);
+    double at = uniform(stream_of(b->gen.seed, FOR_REST), (uint64_t)position, 0) * rest;
+    int last = -1;
+    for (int i = 0; i < np && sum <= at; i++) {
+        double r = weight_of(&c[i]) / p_total - weight[c[i].id];
+        if (r <= 0) continue;
+        sum += r;
+        last = c[i].id;
+    }
+    return last >= 0 ? last : x; /* p and q equal but for rounding */
+}
+
+/* log of the sum of exp(z). */
+static double log_sum_exp(const float *z, int n) {
+    double top = -INFINITY, sum = 0;
+    for (int i = 0; i < n; i++) top = (double)z[i] > top ? (double)z[i] : top;
+    for (int i = 0; i < n; i++) sum += d_exp((double)z[i] - top);
+    return top + d_log(sum);
+}
+
+/* ============================================================================================================================
+ * 11. MTP head and drafters
  *
  * Row q of the head is made from the target's streams at q and the token at q + 1, and guesses the token at q + 2. What later
  * rows see of it is its kv row alone, a pure function of those two; so a row that was made while drafting (from the head's own
@@ -5403,13 +5678,40 @@ static void head_catch_up(ds4_session *s, int to) {
 
 /* ---- drafters ---- */
 
-/* A source of drafts. propose: at most k guesses at the tokens that follow `token`, which stands at the session's position;
- * `lead` gets the drafter's confidence in each (its best logit minus its second). settle: the session now holds `position`
- * tokens; what was made of others is void. */
+/* A session's part of a pass: a step (its token, then drafts) or a piece of a prompt. */
+typedef struct cycle {
+    ds4_session *s;
+    sampler *by;
+    const int *tokens;
+    int n; /* tokens to evaluate: 1 in a step */
+    int max; /* a step commits at most so many; 0: a prompt */
+    float *all; /* (n, n_vocab): logits of every row, or NULL */
+    bool last; /* a prompt's last logits are wanted */
+    const int *given; /* the caller's drafts, or NULL: the session's drafter is asked */
+    int n_given;
+    int room; /* drafts that fit */
+    int k, drafts[DS4_MAX_DRAFT];
+    float leads[DS4_MAX_DRAFT]; /* the drafter's confidence: its best logit minus its second */
+    int laws; /* rejection: of how many drafts (tail included) by->draft_logits holds the logits; the others were certain */
+    int tail; /* rejection: a stop token drawn after the drafts. Never a row, but judged, or the law would be another; -1 none */
+    bool ended; /* drafting is over */
+    int first, accepted, result; /* the first row in the pass; 0 or -1 */
+    ds4_batch_item *item; /* where a batch wants the message; NULL: the thread's last error is enough */
+} cycle;
+
+/* A source of drafts. propose: for each of n cycles at most `room` guesses at the tokens that follow its token, into `drafts`, and
+ * their number into `k`; they are written to the session's tokens too. settle: the session now holds `position` tokens; what was
+ * made of others is void. */
 struct drafter {
-    int (*propose)(ds4_session *s, void *ctx, int token, int k, int *out, float *lead);
+    void (*propose)(cycle **list, int n);
     void (*settle)(ds4_session *s, void *ctx, int position); /* may be NULL */
 };
+
+static void add_draft(cycle *c, int token, float lead) {
+    c->leads[c->k] = lead;
+    c->drafts[c->k++] = token;
+    c->s->tokens[c->s->position + c->k] = token;
+}
 
 /* How far logit `id` is above the best of the others: negative if it is not the best. */
 static float lead_of(const kernels *k, int n, const float *z, int id) {
@@ -5420,55 +5722,68 @@ static float lead_of(const kernels *k, int n, const float *z, int id) {
     return z[id] - best;
 }
 
-/* Step n of a draft, from the token before it: the logits of what follows. The first step goes on from the target's streams,
- * and its row stays; the others from the head's own. */
-static void head_step(ds4_session *s, int n, int token, float *logits) {
-    ds4_engine *e = s->engine;
-    const float *streams = n ? s->head_streams : session_streams(s, s->position - 1);
-    pass_row r = {s, s->position - 1 + n, token};
-    head_forward(e, &r, 1, &streams, false);
-    s->stats.head_passes++;
-    head_logits(e, 1, logits);
-    memcpy(s->head_streams, e->s.x, e->sizes.streams * sizeof(float));
-    if (n == 0) s->head_to = s->position;
+/* Draft number c->k from the head's logits z: drawn as the target's token will be, so that both come to the same. */
+static void head_choose(cycle *c, const float *z) {
+    ds4_session *s = c->s;
+    const ds4_engine *e = s->engine;
+    int V = e->model->c.n_vocab;
+    bool laws = c->by->draft_logits;
+    int id = choose(s, c->by, z, s->position + 1 + c->k, laws ? FOR_DRAFT : FOR_TOKEN);
+    if (laws) memcpy(c->by->draft_logits + (int64_t)c->k * V, z, (size_t)V * sizeof *z);
+    if (id >= 0) c->laws = c->k + 1;
+    c->ended = id < 0 || ds4_session_is_stop(s, id);
+    if (c->ended && id >= 0 && laws) c->tail = id;
+    if (c->ended) return;
+    add_draft(c, id, e->conf_log ? lead_of(e->dev.k, V, z, id) : 0);
 }
 
-static int head_propose(ds4_session *s, void *ctx, int token, int k, int *out, float *lead) {
-    ds4_engine *e = s->engine;
-    (void)ctx;
-    if (s->position == 0) return 0; /* no streams yet */
-    double start = now_ms();
-    head_catch_up(s, s->position - 1);
-    s->stats.repair_ms += now_ms() - start;
-    int n = 0, V = e->model->c.n_vocab;
-    for (; n < k; n++) {
-        head_step(s, n, n ? out[n - 1] : token, e->draft_logits);
-        int64_t best = e->dev.k->argmax(V, e->draft_logits);
-        if (best < 0 || ds4_session_is_stop(s, (int)best)) break;
-        out[n] = (int)best;
-        if (e->conf_log) lead[n] = lead_of(e->dev.k, V, e->draft_logits, out[n]);
+/* Draft step number `step` of the sessions in e->row_room (m): the logits of what follows the token at position + step. The first
+ * goes on from the target's streams, and its row stays; the others from the head's own. */
+static void head_step(ds4_engine *e, int m, int step, float *logits) {
+    for (int i = 0; i < m; i++) {
+        pass_row *r = &e->row_room[i];
+        *r = (pass_row){r->s, r->s->position - 1 + step, r->s->tokens[r->s->position + step]};
+        e->stream_room[i] = step ? r->s->head_streams : session_streams(r->s, r->position);
     }
-    return n;
+    head_forward(e, e->row_room, m, e->stream_room, false);
+    for (int i = 0; i < m; i++) {
+        ds4_session *s = e->row_room[i].s;
+        memcpy(s->head_streams, e->s.x + (size_t)i * e->sizes.streams, e->sizes.streams * sizeof(float));
+        s->stats.head_passes++;
+        if (step == 0) s->head_to = s->position;
+    }
+    head_logits(e, m, logits);
+}
+
+/* The head drafts for all cycles at once: a pass of it for the first draft of each, one for the second, ... */
+static void head_propose(cycle **list, int n) {
+    ds4_engine *e = list[0]->s->engine;
+    for (int i = 0; i < n; i++) {
+        ds4_session *s = list[i]->s;
+        double start = now_ms();
+        if (s->position == 0) list[i]->ended = true; /* no streams yet */
+        else head_catch_up(s, s->position - 1);
+        s->stats.repair_ms += now_ms() - start;
+    }
+    for (int step = 0, m;; step++) {
+        for (int i = m = 0; i < n; i++)
+            if (!list[i]->ended && list[i]->k < list[i]->room) e->row_room[m++].s = list[i]->s;
+        if (!m) return;
+        head_step(e, m, step, e->logits);
+        for (int i = m = 0; i < n; i++)
+            if (!list[i]->ended && list[i]->k < list[i]->room)
+                head_choose(list[i], e->logits + (int64_t)m++ * e->model->c.n_vocab);
+    }
 }
 
 static const drafter mtp_drafter = {head_propose, NULL};
 
 /* ============================================================================================================================
- * 11. Acceptance and speculation
+ * 12. Acceptance and speculation
  *
  * One cycle: draft, verify all drafts in one pass, accept, commit. A session's text is decided by the target's logits alone,
  * and a row's logits have the bits they would have had alone; so the text is what plain decoding gives.
  * ========================================================================================================================== */
-
-typedef struct {
-    ds4_session *s;
-    int token, max; /* asked for */
-    const int *given; /* the caller's drafts, or NULL: the session's drafter is asked */
-    int n_given;
-    int drafts[DS4_MAX_DRAFT];
-    float leads[DS4_MAX_DRAFT]; /* the drafter's */
-    int k, accepted, first; /* drafts; of them accepted; the cycle's first row in the pass */
-} cycle;
 
 static void engine_log(const ds4_engine *e, const char *text) {
     if (e->log) e->log(e->callback_ctx, text);
@@ -5480,55 +5795,53 @@ static int session_non_finite(int position) {
                    position);
 }
 
-static void log_draft(const cycle *c, int i, float lead, bool match, bool kept) {
+static void log_draft(const cycle *c, int i, int target, float lead, bool kept) {
     char line[200];
+    const ds4_session *s = c->s;
     snprintf(line, sizeof line, "mtp: position %d draft %d target %d head-lead %.4f target-lead %.4f margin %g %s",
-             c->s->position + 1 + i, c->drafts[i],
-             (int)c->s->engine->dev.k->argmax(c->s->engine->model->c.n_vocab,
-                                              c->s->logits + (int64_t)i * c->s->engine->model->c.n_vocab),
-             (double)c->leads[i], (double)lead, (double)c->s->margin,
-             kept    ? "accepted"
-             : match ? "below-margin"
-                     : "rejected");
-    engine_log(c->s->engine, line);
+             s->position + 1 + i, c->drafts[i], target, (double)c->leads[i], (double)lead,
+             (double)(c->by->gen.temperature > 0 ? 0 : s->margin),
+             kept                     ? "accepted"
+             : target == c->drafts[i] ? "below-margin"
+                                      : "rejected");
+    engine_log(s->engine, line);
 }
 
-/* How many drafts the session takes: each is committed iff it is the target's own choice (ties: the lowest id) and leads the
- * others by the margin. A match below the margin ends the cycle; the target then chooses the same token and decodes it anew,
- * so that the margin trades speed and never changes the text. Nothing beyond a non-finite row is taken. */
-static int accept(cycle *c) {
+/* The token that follows row i of the cycle: the sampler's own choice, or by rejection the draft or what replaces it. */
+static int verdict(const cycle *c, int i, int draft) {
+    ds4_session *s = c->s;
+    int V = s->engine->model->c.n_vocab, position = s->position + 1 + i;
+    const float *z = s->logits + (int64_t)i * V;
+    if (!c->by->draft_logits) return choose(s, c->by, z, position, FOR_TOKEN);
+    return judge(s, c->by, z, i < c->laws ? c->by->draft_logits + (int64_t)i * V : NULL, draft, position);
+}
+
+/* How many drafts the session takes: each is committed iff it is what the target's row before it gives (greedy: its argmax, ties
+ * to the lowest id, and leading the others by the margin). A match below the margin ends the cycle; the target then chooses the same
+ * token and decodes it anew, so that the margin trades speed and never changes the text. Nothing beyond a non-finite row is
+ * taken. *next: the token that a rejection put in a draft's place, else -1. */
+static int accept(cycle *c, int *next) {
     ds4_session *s = c->s;
     const kernels *k = s->engine->dev.k;
     int V = s->engine->model->c.n_vocab, i;
+    bool greedy = c->by->gen.temperature == 0, log = s->engine->conf_log;
+    *next = -1;
     for (i = 0; i < c->k; i++) {
         const float *z = s->logits + (int64_t)i * V;
-        bool match = k->argmax(V, z) == c->drafts[i];
-        float lead =
-            match || s->engine->conf_log ? (s->margin > 0 || s->engine->conf_log ? lead_of(k, V, z, c->drafts[i]) : 0) : 0;
-        bool keep = match && lead >= s->margin && k->all_finite(V, z + V);
-        if (s->engine->conf_log) log_draft(c, i, lead, match, keep);
-        s->stats.below_margin += match && lead < s->margin;
-        if (!keep) break;
+        int target = verdict(c, i, c->drafts[i]);
+        bool match = target == c->drafts[i];
+        float lead = log || (match && greedy && s->margin > 0) ? lead_of(k, V, z, c->drafts[i]) : 0;
+        bool low = match && greedy && lead < s->margin, keep = match && !low && k->all_finite(V, z + V);
+        if (log) log_draft(c, i, target, lead, keep);
+        s->stats.below_margin += low;
+        if (!keep) {
+            if (c->by->draft_logits) *next = target; /* a draft that was taken but not kept is the next token too */
+            return i;
+        }
         s->stats.accepted[i]++;
     }
+    if (c->tail >= 0) *next = verdict(c, i, c->tail);
     return i;
-}
-
-/* Drafts that fit what the caller, the context and the pass can still hold. */
-static void propose(cycle *c) {
-    ds4_session *s = c->s;
-    int room = min_int(min_int(c->max - 1, s->ctx - s->position - 1), s->batch - 1);
-    int k = min_int(s->draft, room);
-    c->k = 0;
-    for (int i = 0; c->given && i < min_int(c->n_given, room) && !ds4_session_is_stop(s, c->given[i]); i++) {
-        c->drafts[c->k] = c->given[i];
-        c->leads[c->k++] = NAN;
-    }
-    if (c->given) return;
-    if (k <= 0 || !s->drafter) return;
-    double start = now_ms(), repair = s->stats.repair_ms;
-    c->k = s->drafter->propose(s, s->drafter_ctx, c->token, k, c->drafts, c->leads);
-    s->stats.draft_ms += now_ms() - start - (s->stats.repair_ms - repair);
 }
 
 /* After the position grew. */
@@ -5537,15 +5850,16 @@ static void session_moved(ds4_session *s) { s->floor = max_int(s->floor, s->posi
 /* After it changed: a head row stands only for the token that followed it when it was made, so the last one is void. */
 static void session_settle(ds4_session *s) {
     s->head_to = min_int(s->head_to, max_int(0, s->position - 1));
+    s->pending = -1;
+    if (s->by.counts) count_to(s, &s->by, min_int(s->by.counted, s->position));
     if (s->drafter && s->drafter->settle) s->drafter->settle(s, s->drafter_ctx, s->position);
 }
 
-/* Commits the cycle's accepted rows. The rest needs no undoing: the position does not reach it. */
-static void commit(cycle *c) {
+/* Commits a step's accepted rows. The rest needs no undoing: the position does not reach it. */
+static void commit_step(cycle *c) {
     ds4_session *s = c->s;
-    c->accepted = accept(c);
-    s->tokens[s->position] = c->token;
-    memcpy(s->tokens + s->position + 1, c->drafts, (size_t)c->accepted * sizeof(int));
+    int next;
+    c->accepted = accept(c, &next);
     s->position += 1 + c->accepted;
     session_moved(s);
     s->logits_row = c->accepted;
@@ -5555,7 +5869,22 @@ static void commit(cycle *c) {
     s->stats.cycles++;
     if (c->accepted < c->k) s->stats.corrections++;
     else s->stats.bonus++;
+    session_settle(s);
+    s->pending = next;
 }
+
+static void commit_prompt(cycle *c) {
+    ds4_session *s = c->s;
+    memcpy(s->tokens + s->position, c->tokens, (size_t)c->n * sizeof *c->tokens);
+    s->position += c->n;
+    session_moved(s);
+    s->logits_row = c->all || c->last ? 0 : -1;
+    s->step_rows = 0;
+    s->stats.prompt_tokens += c->n;
+    session_settle(s);
+}
+
+/* ---- one pass, for any number of sessions ---- */
 
 static int check_token(const ds4_session *s, int token) {
     int V = s->engine->model->c.n_vocab;
@@ -5564,152 +5893,171 @@ static int check_token(const ds4_session *s, int token) {
 
 static int check_cycle(const cycle *c) {
     const ds4_session *s = c->s;
-    if (check_token(s, c->token)) return -1;
+    for (int i = 0; i < c->n; i++)
+        if (check_token(s, c->tokens[i])) return -1;
     if (c->n_given > DS4_MAX_DRAFT) return fail("%d drafts; a cycle takes at most %d", c->n_given, DS4_MAX_DRAFT);
     for (int i = 0; i < c->n_given; i++)
         if (check_token(s, c->given[i])) return -1;
-    if (c->max < 1) return fail("max is %d; a step commits at least 1 token", c->max);
     if (s->position >= s->ctx) return fail_as(DS4_CONTEXT_FULL, "the context is full: %d tokens", s->ctx);
+    if (c->n > s->ctx - s->position)
+        return fail_as(DS4_CONTEXT_FULL, "%d tokens at position %d do not fit a context of %d", c->n, s->position, s->ctx);
     if (atomic_load(&s->cancel)) return fail_as(DS4_CANCELLED, "cancelled at position %d", s->position);
     return 0;
 }
 
-/* One cycle of a session. -1: nothing is committed. */
-static int run_cycle(cycle *c) {
-    ds4_session *s = c->s;
-    ds4_engine *e = s->engine;
-    const config *m = &e->model->c;
-    if (check_cycle(c)) return -1;
-    pthread_mutex_lock(&e->run);
-    s->step_rows = 0;
-    s->logits_row = -1;
-    propose(c);
-    double start = now_ms();
-    pass_row *rows = e->row_room;
-    for (int i = 0; i <= c->k; i++) rows[i] = (pass_row){s, s->position + i, i ? c->drafts[i - 1] : c->token};
-    forward(e, rows, 1 + c->k);
-    output_logits(e, e->s.x, 1 + c->k, &e->model->collapse, e->model->output_norm, s->logits);
-    s->stats.passes++;
-    int result = e->dev.k->all_finite(m->n_vocab, s->logits) ? 0 : session_non_finite(s->position);
-    s->written = max_int(s->written, s->position + 1 + c->k);
-    if (result == 0) commit(c);
-    session_settle(s);
-    s->stats.verify_ms += now_ms() - start;
-    pthread_mutex_unlock(&e->run);
+/* Of several sessions each keeps its own message. */
+static int cycle_error(const cycle *c, int result) {
+    if (result && c->item) snprintf(c->item->error, DS4_ERROR_BYTES, "%.*s", DS4_ERROR_BYTES - 1, last_error);
+    if (result && c->item) c->item->kind = last_kind;
     return result;
 }
 
-static int give_step(cycle *c, int *out) {
+/* Drafts that fit what the caller, the context, the session's rings and its share of the pass (`most`) can hold. */
+static int draft_room(const cycle *c, int most) {
     const ds4_session *s = c->s;
-    if (run_cycle(c)) return -1;
-    memcpy(out, s->tokens + s->position - s->step_rows, (size_t)s->step_rows * sizeof(int));
+    int room = min_int(min_int(c->max - 1, s->ctx - s->position - 1), min_int(s->batch - 1, most));
+    return max_int(0, min_int(c->given ? c->n_given : s->drafter ? s->draft : 0, room));
+}
+
+/* Drafts for the steps among n cycles: all sessions of one drafter at once. */
+static void propose(ds4_engine *e, cycle *list, int n, int most) {
+    cycle **same = e->cycle_room;
+    for (int i = 0; i < n; i++) {
+        cycle *c = &list[i];
+        c->k = c->laws = 0;
+        c->tail = -1;
+        c->room = c->result || !c->max ? 0 : draft_room(c, most);
+        c->ended = c->room == 0;
+        if (c->max && !c->result) c->s->tokens[c->s->position] = c->tokens[0];
+        for (int j = 0; c->given && j < c->room && !ds4_session_is_stop(c->s, c->given[j]); j++) add_draft(c, c->given[j], NAN);
+        c->ended = c->ended || c->given;
+    }
+    for (int i = 0; i < n; i++) {
+        const drafter *d = list[i].s->drafter;
+        if (list[i].ended || list[i].k) continue;
+        double start = now_ms(), repair = 0;
+        int m = 0;
+        for (int j = i; j < n; j++)
+            if (!list[j].ended && !list[j].k && list[j].s->drafter == d) {
+                repair -= list[j].s->stats.repair_ms;
+                same[m++] = &list[j];
+            }
+        d->propose(same, m);
+        for (int j = 0; j < m; j++) repair += same[j]->s->stats.repair_ms;
+        for (int j = 0; j < m; j++) {
+            same[j]->s->stats.draft_ms += now_ms() - start - repair;
+            same[j]->ended = true;
+        }
+    }
+}
+
+/* Logits of the rows that are wanted, from the pass's streams: to their sessions, or to `all`. */
+static void cycle_logits(ds4_engine *e, cycle *list, int n) {
+    size_t width = e->sizes.streams, V = (size_t)e->model->c.n_vocab;
+    int rows = 0, owner = -1;
+    for (int i = 0; i < n; i++) {
+        cycle *c = &list[i];
+        if (c->result) continue;
+        int count = c->max ? 1 + c->k : c->all ? c->n : c->last ? 1 : 0, from = c->first + (c->max || c->all ? 0 : c->n - 1);
+        memmove(e->s.x + (size_t)rows * width, e->s.x + (size_t)from * width, (size_t)count * width * sizeof(float));
+        if (count) owner = rows ? n : i;
+        rows += count;
+    }
+    if (!rows) return;
+    cycle *only = owner < n ? &list[owner] : NULL;
+    float *out = !only ? e->logits : only->all ? only->all : only->s->logits;
+    output_logits(e, e->s.x, rows, &e->model->collapse, e->model->output_norm, out);
+    for (int i = 0; i < n; i++) {
+        cycle *c = &list[i];
+        size_t count = c->result ? 0 : c->max ? 1 + (size_t)c->k : c->all ? (size_t)c->n : c->last;
+        if (c->all && count) memcpy(c->s->logits, out + (count - 1) * V, V * sizeof *out);
+        else if (!only) memcpy(c->s->logits, out, count * V * sizeof *out);
+        out += count * V;
+    }
+}
+
+/* What a session makes of its rows. -1: nothing is committed. */
+static int finish(cycle *c, double ms) {
+    ds4_session *s = c->s;
+    const ds4_engine *e = s->engine;
+    int rows = c->n + c->k, result = 0;
+    bool logits = c->max || c->all || c->last;
+    s->stats.passes++;
+    *(c->max ? &s->stats.verify_ms : &s->stats.prompt_ms) += ms;
+    s->written = max_int(s->written, s->position + rows);
+    s->step_rows = 0;
+    s->logits_row = -1;
+    if (logits && !e->dev.k->all_finite(e->model->c.n_vocab, s->logits)) {
+        result = session_non_finite(s->position + (c->max ? 0 : c->n - 1));
+        session_settle(s);
+    } else if (c->max) commit_step(c);
+    else commit_prompt(c);
+    return result;
+}
+
+/* One pass over the cycles whose `result` is 0; afterwards it is -1 for those that failed. The caller holds the engine's lock. */
+static void run_cycles(ds4_engine *e, cycle *list, int n) {
+    pass_row *rows = e->row_room;
+    int m = 0;
+    double start = now_ms();
+    for (int i = 0; i < n; i++) {
+        cycle *c = &list[i];
+        c->first = m;
+        if (c->result) continue;
+        for (int j = 0; j < c->n; j++) rows[m++] = (pass_row){c->s, c->s->position + j, c->tokens[j]};
+        for (int j = 0; j < c->k; j++) rows[m++] = (pass_row){c->s, c->s->position + 1 + j, c->drafts[j]};
+    }
+    if (!m) return;
+    forward(e, rows, m);
+    e->passes++;
+    cycle_logits(e, list, n);
+    double ms = now_ms() - start;
+    for (int i = 0; i < n; i++)
+        if (!list[i].result) list[i].result = cycle_error(&list[i], finish(&list[i], ms));
+}
+
+/* A pass of one session. -1: nothing is committed. */
+static int run_cycle(cycle *c) {
+    ds4_engine *e = c->s->engine;
+    if (check_cycle(c)) return -1;
+    pthread_mutex_lock(&e->run);
+    propose(e, c, 1, DS4_MAX_DRAFT);
+    run_cycles(e, c, 1);
+    pthread_mutex_unlock(&e->run);
+    return c->result;
+}
+
+/* A step of one session; what it committed goes to `out` (NULL: not wanted). */
+static int run_step(cycle c, int token, int *out) {
+    const ds4_session *s = c.s;
+    c.tokens = &token;
+    c.n = 1;
+    if (c.max < 1) return fail("max is %d; a step commits at least 1 token", c.max);
+    if (run_cycle(&c)) return -1;
+    if (out) memcpy(out, s->tokens + s->position - s->step_rows, (size_t)s->step_rows * sizeof(int));
     return s->step_rows;
 }
 
 int ds4_session_step(ds4_session *s, int token, int max, int *out) {
-    return give_step(&(cycle){.s = s, .token = token, .max = max}, out);
+    return run_step((cycle){.s = s, .by = &s->by, .max = max}, token, out);
 }
 
 int ds4_session_verify(ds4_session *s, int token, const int *drafts, int n, int max, int *out) {
     if (n < 0) return fail("%d drafts; expected 0 or more", n);
-    return give_step(&(cycle){.s = s, .token = token, .max = max, .given = n ? drafts : &token, .n_given = n}, out);
+    return run_step((cycle){.s = s, .by = &s->by, .max = max, .given = n ? drafts : &token, .n_given = n}, token, out);
 }
 
 int ds4_session_eval_speculative_argmax(ds4_session *s, int first, int max) {
+    sampler greedy = {0};
     if (!s) return fail("no session: ds4_engine_open_session failed, or was not called");
     if (max < 1) return fail("max is %d; expected at least 1", max);
     for (int token = first;;) {
-        cycle c = {.s = s, .token = token, .max = max};
-        if (run_cycle(&c)) return -1;
-        max -= s->step_rows;
+        int n = run_step((cycle){.s = s, .by = &greedy, .max = max}, token, NULL);
+        if (n < 0) return -1;
+        max -= n;
         token = ds4_session_argmax(s);
         if (token < 0 || max <= 0 || s->position >= s->ctx || ds4_session_is_stop(s, token)) return token;
     }
-}
-
-/* ============================================================================================================================
- * 12. Sampling
- *
- * The filters give the law p of the next token; the draw is argmax over ids of log p + Gumbel noise that depends on (seed,
- * position, id) alone (Gumbel-max). So a seed's text does not depend on how often, or with what company, the model ran.
- * ========================================================================================================================== */
-
-typedef struct candidate {
-    float logit;
-    int id;
-} candidate;
-
-static int candidate_order(const void *a, const void *b) {
-    const candidate *x = a, *y = b;
-    return x->logit != y->logit ? (x->logit < y->logit) - (x->logit > y->logit) : (x->id > y->id) - (x->id < y->id);
-}
-
-/* A uniform number in (0, 1) from a counter: SplitMix64's mixing of (seed, position, id). */
-static double uniform(uint64_t seed, uint64_t position, uint64_t id) {
-    uint64_t x = seed;
-    const uint64_t parts[2] = {position, id};
-    for (int i = 0; i < 2; i++) {
-        x += 0x9e3779b97f4a7c15u * (parts[i] + 1);
-        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-        x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-        x ^= x >> 31;
-    }
-    return ((double)(x >> 12) + 0.5) * 0x1p-52;
-}
-
-static int check_gen(const ds4_gen *g) {
-    if (!(g->temperature >= 0 && g->temperature <= 100))
-        return fail("temperature is %g; expected 0 to 100", (double)g->temperature);
-    if (g->top_k < 0) return fail("top_k is %d; expected 0 or more", g->top_k);
-    if (!(g->top_p >= 0 && g->top_p <= 1)) return fail("top_p is %g; expected 0 to 1", (double)g->top_p);
-    if (!(g->min_p >= 0 && g->min_p <= 1)) return fail("min_p is %g; expected 0 to 1", (double)g->min_p);
-    return 0;
-}
-
-/* Keeps the candidates that top_k, top_p and min_p leave, best first; returns how many. Temperature is in the logits already. */
-static int filter(candidate *c, int n, const ds4_gen *g) {
-    bool sorted = g->top_k > 0 || g->top_p < 1 || g->min_p > 0;
-    if (!sorted) return n;
-    qsort(c, (size_t)n, sizeof *c, candidate_order);
-    if (g->top_k > 0) n = min_int(n, g->top_k);
-    double total = 0, sum = 0;
-    for (int i = 0; i < n; i++) total += d_exp((double)c[i].logit - (double)c[0].logit);
-    int kept = 0;
-    for (; kept < n; kept++) {
-        double p = d_exp((double)c[kept].logit - (double)c[0].logit);
-        if (kept > 0 && (p < (double)g->min_p || sum >= (double)g->top_p * total)) break;
-        sum += p;
-    }
-    return kept;
-}
-
-/* The draw at a position from logits z (n). `room` holds n candidates. */
-static int draw(const float *z, int n, const ds4_gen *g, int position, candidate *room) {
-    double top = (double)z[0];
-    for (int i = 1; i < n; i++) top = (double)z[i] > top ? (double)z[i] : top;
-    /* Relative to the best one, so that no temperature overflows it. */
-    for (int i = 0; i < n; i++) {
-        double x = ((double)z[i] - top) / (double)g->temperature;
-        room[i] = (candidate){x > -1e30 ? (float)x : -1e30f, i};
-    }
-    int kept = filter(room, n, g), best = -1;
-    double best_score = 0;
-    for (int i = 0; i < kept; i++) {
-        double score = (double)room[i].logit - d_log(-d_log(uniform(g->seed, (uint64_t)position, (uint64_t)room[i].id)));
-        if (best < 0 || score > best_score || (score == best_score && room[i].id < best)) {
-            best = room[i].id;
-            best_score = score;
-        }
-    }
-    return best;
-}
-
-/* log of the sum of exp(z). */
-static double log_sum_exp(const float *z, int n) {
-    double top = -INFINITY, sum = 0;
-    for (int i = 0; i < n; i++) top = (double)z[i] > top ? (double)z[i] : top;
-    for (int i = 0; i < n; i++) sum += d_exp((double)z[i] - top);
-    return top + d_log(sum);
 }
 
 /* ============================================================================================================================
@@ -5817,6 +6165,17 @@ static int check_sizes(const ds4_engine *e, const ds4_cfg *cfg) {
     return 0;
 }
 
+/* Room for the logits of n rows. */
+static int logit_rows(ds4_engine *e, int n) {
+    if (n <= e->logit_rows) return 0;
+    float *room = mem_array((size_t)n * (size_t)e->model->c.n_vocab, sizeof *room);
+    if (!room) return -1;
+    mem_free(e->logits);
+    e->logits = room;
+    e->logit_rows = n;
+    return 0;
+}
+
 static int engine_start(ds4_engine *e, const ds4_cfg *cfg) {
     if (!(e->model_path = str_copy(cfg->model_path)) || (cfg->mtp_path && !(e->head_path = str_copy(cfg->mtp_path)))) return -1;
     e->dev.k = !cfg->isa || !strcmp(cfg->isa, "auto") ? kernels_best() : kernels_named(cfg->isa);
@@ -5838,8 +6197,12 @@ static int engine_start(ds4_engine *e, const ds4_cfg *cfg) {
     if (!(e->dev.pool = pool_new(threads)) || scratch_new(&e->s, c, rows, threads, e->ctx, e->model->has_head)) return -1;
     if (!(e->row_room = mem_array((size_t)rows, sizeof *e->row_room)) ||
         !(e->stream_room = mem_array((size_t)rows, sizeof *e->stream_room)) ||
-        !(e->draft_logits = mem_array((size_t)c->n_vocab, sizeof(float))) ||
-        !(e->candidates = mem_array((size_t)c->n_vocab, sizeof *e->candidates)))
+        !(e->cycles = mem_array((size_t)rows, sizeof *e->cycles)) ||
+        !(e->cycle_room = mem_array((size_t)rows, sizeof *e->cycle_room)) ||
+        !(e->candidates = mem_array((size_t)c->n_vocab, sizeof *e->candidates)) ||
+        !(e->adjusted = mem_array((size_t)c->n_vocab, sizeof(float))) || !(e->allowed = mem_new((size_t)c->n_vocab)) ||
+        !(e->weights = mem_array((size_t)c->n_vocab, sizeof *e->weights)) || logit_rows(e, 1) ||
+        sampler_new(&e->by, &cfg->gen, c->n_vocab))
         return -1;
     if (e->progress) e->progress(e->callback_ctx, "load", 1, 1);
     return 0;
@@ -5857,7 +6220,6 @@ ds4_engine *ds4_engine_new(const ds4_cfg *cfg) {
     e->chunk = cfg->prefill_chunk;
     e->draft = cfg->mtp_draft;
     e->margin = cfg->mtp_margin;
-    e->gen = cfg->gen;
     e->conf_log = cfg->conf_log;
     e->log = cfg->log;
     e->progress = cfg->progress;
@@ -5876,8 +6238,10 @@ void ds4_engine_free(ds4_engine *e) {
     scratch_free(&e->s, e->dev.pool ? e->dev.pool->threads : 0);
     pool_free(e->dev.pool);
     tok_free(e->tokens);
-    void *parts[] = {e->token_list, e->merge_list, e->token_types, e->model_path,   e->head_path,
-                     e->name,       e->row_room,   e->stream_room, e->draft_logits, e->candidates};
+    sampler_free(&e->by);
+    void *parts[] = {e->token_list, e->merge_list, e->token_types, e->model_path, e->head_path,
+                     e->name,       e->row_room,   e->stream_room, e->cycles,     e->cycle_room,
+                     e->candidates, e->adjusted,   e->allowed,     e->weights,    e->logits};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) mem_free(parts[i]);
     model_free(e->model);
     pthread_mutex_destroy(&e->run);
@@ -6043,7 +6407,7 @@ static ds4_session *session_new(ds4_engine *e, int ctx) {
     s->ctx = ctx;
     s->max_rewind = e->max_rewind;
     s->batch = max_int(e->chunk, DS4_MAX_DRAFT + 1);
-    s->logits_row = -1;
+    s->logits_row = s->pending = -1;
     s->draft = e->draft;
     s->margin = e->margin;
     s->stream_need = min_int(c->window, s->ctx);
@@ -6053,7 +6417,8 @@ static ds4_session *session_new(ds4_engine *e, int ctx) {
         !(s->tokens = mem_array((size_t)s->ctx + DS4_MAX_DRAFT + 1, sizeof(int))) ||
         !(s->streams = mem_array((size_t)s->stream_ring * e->sizes.streams, sizeof(float))) ||
         !(s->head_streams = mem_array(e->sizes.streams, sizeof(float))) ||
-        !(s->logits = mem_array((size_t)(DS4_MAX_DRAFT + 1) * (size_t)c->n_vocab, sizeof(float))))
+        !(s->logits = mem_array((size_t)(DS4_MAX_DRAFT + 1) * (size_t)c->n_vocab, sizeof(float))) ||
+        sampler_new(&s->by, &e->by.gen, c->n_vocab))
         goto bad;
     for (int i = 0; i < c->n_layers + (e->model->has_head ? 1 : 0); i++)
         if (cache_new(&s->caches[i], c, c->ratio[i], s->ctx, session_slack(e), e->kv_type)) goto bad;
@@ -6090,6 +6455,7 @@ void ds4_session_free(ds4_session *s) {
     }
     pthread_mutex_unlock(&s->engine->run);
     for (int i = 0; s->caches && i <= s->engine->model->c.n_layers; i++) cache_free(&s->caches[i]);
+    sampler_free(&s->by);
     void *parts[] = {s->caches, s->tokens, s->streams, s->head_streams, s->logits, s->stops};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) mem_free(parts[i]);
     mem_free(s);
@@ -6104,40 +6470,6 @@ void ds4_session_cancel(ds4_session *s) { atomic_store(&s->cancel, true); }
 bool ds4_session_cancelled(const ds4_session *s) { return atomic_load(&s->cancel); }
 void ds4_session_clear_cancel(ds4_session *s) { atomic_store(&s->cancel, false); }
 
-/* One pass of a prompt. Logits of all rows go to `out` when the caller wants them, of the last row to the session when `last`. */
-static int eval_chunk(ds4_session *s, const int *tokens, int n, bool last, float *out) {
-    ds4_engine *e = s->engine;
-    int V = e->model->c.n_vocab;
-    pthread_mutex_lock(&e->run);
-    double start = now_ms();
-    pass_row *rows = e->row_room;
-    for (int i = 0; i < n; i++) rows[i] = (pass_row){s, s->position + i, tokens[i]};
-    forward(e, rows, n);
-    const float *final = e->s.x + (size_t)(n - 1) * e->sizes.streams;
-    if (out) {
-        output_logits(e, e->s.x, n, &e->model->collapse, e->model->output_norm, out);
-        memcpy(s->logits, out + (int64_t)(n - 1) * V, (size_t)V * sizeof *out);
-    } else if (last) output_logits(e, final, 1, &e->model->collapse, e->model->output_norm, s->logits);
-    s->logits_row = last || out ? 0 : -1;
-    s->step_rows = 0;
-    s->stats.passes++;
-    s->stats.prompt_ms += now_ms() - start;
-    s->written = max_int(s->written, s->position + n);
-    int result = 0;
-    if (s->logits_row == 0 && !e->dev.k->all_finite(V, s->logits)) {
-        s->logits_row = -1;
-        result = session_non_finite(s->position + n - 1);
-    } else {
-        memcpy(s->tokens + s->position, tokens, (size_t)n * sizeof *tokens);
-        s->position += n;
-        session_moved(s);
-        s->stats.prompt_tokens += n;
-    }
-    session_settle(s);
-    pthread_mutex_unlock(&e->run);
-    return result;
-}
-
 int ds4_session_eval_logits(ds4_session *s, const int *tokens, size_t n, float *out) {
     const ds4_engine *e = s->engine;
     if (n > (size_t)(s->ctx - s->position))
@@ -6145,11 +6477,14 @@ int ds4_session_eval_logits(ds4_session *s, const int *tokens, size_t n, float *
     for (size_t i = 0; i < n; i++)
         if (check_token(s, tokens[i])) return -1;
     for (size_t at = 0; at < n;) {
-        if (atomic_load(&s->cancel)) return fail_as(DS4_CANCELLED, "cancelled at position %d", s->position);
-        int chunk = (int)(n - at < (size_t)e->chunk ? n - at : (size_t)e->chunk);
-        if (eval_chunk(s, tokens + at, chunk, at + (size_t)chunk == n, out ? out + at * (size_t)e->model->c.n_vocab : NULL))
-            return -1;
-        at += (size_t)chunk;
+        size_t left = n - at, V = (size_t)e->model->c.n_vocab;
+        cycle c = {.s = s,
+                   .tokens = tokens + at,
+                   .n = left < (size_t)e->chunk ? (int)left : e->chunk,
+                   .all = out ? out + at * V : NULL};
+        at += (size_t)c.n;
+        c.last = at == n;
+        if (run_cycle(&c)) return -1;
         if (e->progress && n > (size_t)e->chunk) e->progress(e->callback_ctx, "prompt", (int64_t)at, (int64_t)n);
     }
     return 0;
@@ -6184,10 +6519,12 @@ int ds4_session_draft(ds4_session *s, int token, int k, float *out) {
     if (s->position == 0) return 0;
     pthread_mutex_lock(&e->run);
     head_catch_up(s, s->position - 1);
-    for (int best = token; n < min_int(k, s->ctx - s->position - 1) && best >= 0; n++) {
-        if (n && ds4_session_is_stop(s, best)) break;
-        head_step(s, n, best, out + (int64_t)n * V);
-        best = (int)e->dev.k->argmax(V, out + (int64_t)n * V);
+    for (int next = token; n < min_int(k, s->ctx - s->position - 1) && next >= 0; n++) {
+        if (n && ds4_session_is_stop(s, next)) break;
+        s->tokens[s->position + n] = next;
+        e->row_room[0].s = s;
+        head_step(e, 1, n, out + (int64_t)n * V);
+        next = (int)e->dev.k->argmax(V, out + (int64_t)n * V);
     }
     session_settle(s);
     pthread_mutex_unlock(&e->run);
@@ -6230,17 +6567,40 @@ int ds4_session_argmax(ds4_session *s) {
     return z ? (int)s->engine->dev.k->argmax(s->engine->model->c.n_vocab, z) : -1;
 }
 
-int ds4_session_sample(ds4_session *s, const ds4_gen *gen) {
-    ds4_engine *e = s->engine;
-    if (!gen) gen = &e->gen;
-    if (check_gen(gen)) return -1;
-    if (gen->temperature == 0) return ds4_session_argmax(s);
+/* A choice for the session's position by b, whose counts are those of this session. */
+static int choose_next(ds4_session *s, sampler *b) {
     const float *z = ds4_session_logits(s);
     if (!z) return -1;
-    pthread_mutex_lock(&e->run);
-    int token = draw(z, e->model->c.n_vocab, gen, s->position, e->candidates);
-    pthread_mutex_unlock(&e->run);
+    pthread_mutex_lock(&s->engine->run);
+    int token = choose(s, b, z, s->position, FOR_TOKEN);
+    pthread_mutex_unlock(&s->engine->run);
     return token;
+}
+
+int ds4_session_next(ds4_session *s) {
+    bool rejection = s->by.draft_logits;
+    return rejection && s->pending >= 0 ? s->pending : choose_next(s, &s->by);
+}
+
+int ds4_session_sample(ds4_session *s, const ds4_gen *gen) {
+    if (!gen) return choose_next(s, &s->by);
+    sampler b;
+    ds4_gen alone = *gen;
+    if (check_gen(gen)) return -1;
+    alone.scheme = DS4_COUPLED; /* no drafts to judge */
+    if (sampler_new(&b, &alone, s->engine->model->c.n_vocab)) return -1;
+    int token = choose_next(s, &b);
+    sampler_free(&b);
+    return token;
+}
+
+int ds4_session_set_gen(ds4_session *s, const ds4_gen *gen) {
+    sampler b;
+    if (!gen) return fail("gen is missing");
+    if (sampler_new(&b, gen, s->engine->model->c.n_vocab)) return -1;
+    sampler_free(&s->by);
+    s->by = b;
+    return 0;
 }
 
 int ds4_session_top_logprobs(ds4_session *s, int n, ds4_logprob *out) {
@@ -6253,8 +6613,11 @@ int ds4_session_top_logprobs(ds4_session *s, int n, ds4_logprob *out) {
     pthread_mutex_lock(&e->run);
     double total = log_sum_exp(z, V);
     for (int i = 0; i < V; i++) e->candidates[i] = (candidate){z[i], i};
-    qsort(e->candidates, (size_t)V, sizeof *e->candidates, candidate_order);
-    for (int i = 0; i < n; i++) out[i] = (ds4_logprob){e->candidates[i].id, (float)((double)e->candidates[i].logit - total)};
+    candidates_heap(e->candidates, V);
+    for (int i = 0; i < n; i++) {
+        out[i] = (ds4_logprob){e->candidates[0].id, (float)((double)e->candidates[0].logit - total)};
+        take_best(e->candidates, V - i);
+    }
     pthread_mutex_unlock(&e->run);
     return n;
 }
@@ -6308,6 +6671,75 @@ int ds4_session_set_mtp(ds4_session *s, int draft, float margin) {
     return 0;
 }
 
+/* ---- batches ---- */
+
+int ds4_engine_batch_rows(const ds4_engine *e) { return e->s.rows; }
+int64_t ds4_engine_passes(const ds4_engine *e) { return e->passes; }
+
+static int check_item(const ds4_engine *e, const ds4_batch_item *items, int i) {
+    const ds4_batch_item *it = &items[i];
+    if (!it->session) return fail("batch item %d: the session is missing", i);
+    if (it->session->engine != e) return fail("batch item %d: a session of another engine", i);
+    for (int j = 0; j < i; j++)
+        if (items[j].session == it->session) return fail("batch items %d and %d are the same session", j, i);
+    if (it->max < 0) return fail("batch item %d: max is %d; expected 1 or more for a step, 0 for a prompt", i, it->max);
+    if (!it->tokens || it->n_tokens < 1) return fail("batch item %d: no tokens", i);
+    if (it->max && it->n_tokens != 1) return fail("batch item %d: a step takes 1 token, not %d", i, it->n_tokens);
+    if (it->max && !it->out) return fail("batch item %d: out is missing", i);
+    return 0;
+}
+
+static void item_done(ds4_batch_item *it, const cycle *c) {
+    const ds4_session *s = c->s;
+    it->n = c->result ? -1 : c->max ? s->step_rows : c->n;
+    if (c->result || !c->max) return;
+    memcpy(it->out, s->tokens + s->position - s->step_rows, (size_t)s->step_rows * sizeof(int));
+}
+
+/* Rows for prompts: what drafts leave, a row at least for each. */
+static void share_rows(const ds4_engine *e, cycle *list, int n) {
+    int left = e->s.rows;
+    for (int i = 0; i < n; i++)
+        if (!list[i].result) left -= 1 + list[i].k;
+    for (int i = 0; i < n; i++) {
+        cycle *c = &list[i];
+        if (c->result || c->max) continue;
+        int asked = c->n;
+        c->n = min_int(asked, min_int(c->s->batch, 1 + left));
+        c->last = c->n == asked;
+        left -= c->n - 1;
+    }
+}
+
+int ds4_batch_step(ds4_engine *e, ds4_batch_item *items, int n) {
+    if (!e || (n && !items)) return fail("%s", e ? "no batch items" : "no engine");
+    if (n < 0 || n > e->s.rows) return fail("a batch of %d sessions; expected 0 to %d (prefill_chunk)", n, e->s.rows);
+    for (int i = 0; i < n; i++)
+        if (check_item(e, items, i)) return -1;
+    pthread_mutex_lock(&e->run);
+    int steps = 0, rows = n, result = 0;
+    for (int i = 0; i < n; i++) {
+        ds4_batch_item *it = &items[i];
+        cycle *c = &e->cycles[i];
+        *it->error = 0;
+        *c = (cycle){
+            .s = it->session, .by = &it->session->by, .tokens = it->tokens, .n = it->n_tokens, .max = it->max, .item = it};
+        c->result = cycle_error(c, check_cycle(c));
+        steps += it->max > 0 && !c->result;
+    }
+    int most = steps ? (e->s.rows - n) / steps : 0;
+    for (int i = 0; i < n; i++)
+        if (items[i].max && !e->cycles[i].result) rows += draft_room(&e->cycles[i], most);
+    if (!(result = logit_rows(e, rows))) {
+        propose(e, e->cycles, n, most);
+        share_rows(e, e->cycles, n);
+        run_cycles(e, e->cycles, n);
+        for (int i = 0; i < n; i++) item_done(&items[i], &e->cycles[i]);
+    }
+    pthread_mutex_unlock(&e->run);
+    return result;
+}
+
 /* ============================================================================================================================
  * 14. Save and load
  *
@@ -6327,7 +6759,7 @@ static const char snapshot_magic[8] = "ds4snap1";
 typedef struct {
     char magic[8];
     uint64_t identity, bytes, sum; /* of the model; of the whole snapshot; of what follows the header */
-    int32_t kv_type, position, floor, reserved;
+    int32_t kv_type, position, floor, pending; /* pending: a token already drawn, by rejection; -1: none */
 } snapshot_header;
 
 static void walk(walker *w, void *data, size_t n) {
@@ -6381,7 +6813,8 @@ size_t ds4_session_save_mem(const ds4_session *s, void *buf, size_t n) {
                          .bytes = need,
                          .kv_type = (int32_t)s->engine->kv_type,
                          .position = s->position,
-                         .floor = s->floor};
+                         .floor = s->floor,
+                         .pending = s->pending};
     memcpy(h.magic, snapshot_magic, sizeof h.magic);
     h.sum =
         checksum(checksum(h.identity ^ h.bytes, &h.kv_type, 4 * sizeof(int32_t)), (uint8_t *)buf + sizeof h, need - sizeof h);
@@ -6403,6 +6836,8 @@ static int check_snapshot(const ds4_session *s, const uint8_t *buf, size_t n, co
     uint64_t sum = checksum(checksum(h->identity ^ h->bytes, &h->kv_type, 4 * sizeof(int32_t)), buf + sizeof *h, n - sizeof *h);
     if (sum != h->sum) return fail("%s: damaged: the checksum is wrong", from);
     if (h->position < 0 || h->floor < 0 || h->floor > h->position) return fail("%s: damaged: impossible positions", from);
+    if (h->pending < -1 || h->pending >= s->engine->model->c.n_vocab)
+        return fail("%s: damaged: pending token %d is outside the vocabulary", from, h->pending);
     if (h->position > s->ctx)
         return fail("%s: a snapshot of %d tokens does not fit a context of %d", from, h->position, s->ctx);
     return 0;
@@ -6422,6 +6857,7 @@ static int load_snapshot(ds4_session *s, const void *buf, size_t n, const char *
         if (check_token(s, token))
             return fail("%s: damaged: token %d at position %d is outside the vocabulary", from, token, i);
     }
+    if (s->by.counts) count_to(s, &s->by, 0);
     walker w = {.in = buf, .at = sizeof h};
     walk_session(&w, s, h.floor, h.position);
     s->position = h.position;
@@ -6433,6 +6869,7 @@ static int load_snapshot(ds4_session *s, const void *buf, size_t n, const char *
     s->logits_row = -1;
     s->step_rows = 0;
     session_settle(s);
+    s->pending = h.pending;
     return 0;
 }
 
@@ -6508,7 +6945,7 @@ ds4_session *ds4_session_fork(const ds4_session *s) {
     size_t n = ds4_session_save_size(s);
     uint8_t *buf = copy ? mem_new(n) : NULL;
     bool good = buf && ds4_session_save_mem(s, buf, n) && !ds4_session_load_mem(copy, buf, n) &&
-                !ds4_session_set_stops(copy, s->stops, s->n_stops, s->ignore_eos);
+                !ds4_session_set_stops(copy, s->stops, s->n_stops, s->ignore_eos) && !ds4_session_set_gen(copy, &s->by.gen);
     mem_free(buf);
     if (!good) {
         ds4_session_free(copy);

@@ -34,6 +34,7 @@ extern "C" {
 
 #define DS4_VERSION "0.1.0"
 #define DS4_MAX_DRAFT 16               /* the deepest speculation */
+#define DS4_ERROR_BYTES 256            /* of a batch item's message */
 
 typedef struct ds4_engine ds4_engine;
 typedef struct ds4_session ds4_session;
@@ -45,15 +46,34 @@ typedef void (*ds4_log_fn)(void *ctx, const char *message);
 /* What is being done ("load", "prompt"), how far it is and of how much. Called from the thread that called the library. */
 typedef void (*ds4_progress_fn)(void *ctx, const char *what, int64_t done, int64_t total);
 
-/* How a token is drawn from logits. temperature 0 is greedy: argmax, ties to the lowest id. Otherwise the filters run in
- * this order: temperature, top_k (0: off), top_p (0 to 1; 1: off), min_p (0: off); ties are kept by lowest id. The draw at
- * position i is argmax(log p + Gumbel noise of (seed, i, id)): the same seed gives the same text. */
+typedef struct { int token; float bias; } ds4_bias;
+/* Which tokens may follow the text tokens [n]: `allowed` [V] comes all 1, the callback writes 0 for those that may not. 0, or
+ * -1 to end the generation with an error. Called for each row a token is chosen from, drafts included, from the thread that
+ * called the library; must be a function of the text alone and must not call the library for the same engine. */
+typedef int (*ds4_mask_fn)(void *ctx, const int *tokens, int n, uint8_t *allowed);
+/* How speculation keeps the law of sampled text (temperature > 0). DS4_COUPLED: a draft is taken when it is the token that
+ * plain sampling draws, so a seed's text is bit for bit the plain text. DS4_REJECTION: a draft x of the head's law q is taken with
+ * probability min(1, p(x) / q(x)), else the token is drawn from the rest of p (Leviathan et al. 2023, Chen et al. 2023): the
+ * same law, a little more often a draft, but a seed's text depends on the depth. */
+typedef enum { DS4_COUPLED, DS4_REJECTION } ds4_scheme;
+
+/* How a token is chosen from logits. In this order: presence and frequency penalties, bias, mask; then temperature 0 is
+ * greedy: argmax, ties to the lowest id. Otherwise temperature, top_k (0: off), top_p (0 to 1; 1: off), min_p (0: off), ties
+ * kept by lowest id, and the draw: at position i argmax(log p + Gumbel noise of (seed, i, id)). Penalties count the tokens from
+ * position penalty_from on: a token that occurs c > 0 times loses presence + c * frequency. */
 typedef struct {
-    float temperature;
+    float temperature;                 /* 0 to 100 */
     int top_k;
     float top_p;
     float min_p;
     uint64_t seed;
+    float presence_penalty, frequency_penalty;  /* in logits; -100 to 100 */
+    int penalty_from;                  /* a position: 0 counts the prompt too */
+    const ds4_bias *bias;              /* added to logits, -INFINITY forbids; a token at most once; copied by whoever keeps it */
+    size_t n_bias;
+    ds4_mask_fn mask;                  /* NULL: all tokens */
+    void *mask_ctx;
+    ds4_scheme scheme;
 } ds4_gen;
 
 /* Options of an engine and of the sessions it opens. Start from ds4_default_cfg(). */
@@ -63,7 +83,7 @@ typedef struct {
     bool mtp_internal;                 /* use the head inside the target's file */
     int mtp_draft;                     /* tokens drafted a cycle, 0 to DS4_MAX_DRAFT; 0: no speculation (1) */
     float mtp_margin;                  /* lead in logits a draft needs to be committed from the batch, 0 to 1000 (3) */
-    ds4_gen gen;                       /* default of ds4_session_sample (greedy) */
+    ds4_gen gen;                       /* how sessions choose tokens until ds4_session_set_gen (greedy) */
     int ctx;                           /* most tokens of a session; 0: min(the model's context, 32768) */
     int threads;                       /* 0: the processors this process may use */
     ds4_kv_type kv_type;               /* rows of the attention caches (f16) */
@@ -191,7 +211,8 @@ int ds4_session_draft(ds4_session *s, int token, int k, float *out);
 /* Logits of the next token: float32 [V], valid until the next call on s. NULL at position 0 or on failure. */
 const float *ds4_session_logits(ds4_session *s);
 int ds4_session_argmax(ds4_session *s);                         /* ties: the lowest id; -1 on failure */
-int ds4_session_sample(ds4_session *s, const ds4_gen *gen);     /* gen NULL: the cfg's; -1 on failure */
+/* A draw by `gen` (NULL: the session's), without regard to the session's own. -1 on failure. */
+int ds4_session_sample(ds4_session *s, const ds4_gen *gen);
 typedef struct { int token; float logprob; } ds4_logprob;
 /* The n most likely next tokens, best first, natural logarithms in float64 sums. Returns how many were written. */
 int ds4_session_top_logprobs(ds4_session *s, int n, ds4_logprob *out);
@@ -212,18 +233,49 @@ bool ds4_session_is_stop(const ds4_session *s, int token);
 /* Speculation of this session: draft 0 to DS4_MAX_DRAFT (0: off; more than 0 needs a head or another drafter), margin >= 0. */
 int ds4_session_set_mtp(ds4_session *s, int draft, float margin);
 
+/* How this session chooses tokens from now on: copied, the bias list too. -1: refused, with the old one in force. */
+int ds4_session_set_gen(ds4_session *s, const ds4_gen *gen);
+/* The next token as the session's ds4_gen chooses it; the same until the session moves. -1 on failure. */
+int ds4_session_next(ds4_session *s);
+
 /* One cycle: evaluates `token` at the session's position together with drafts of what follows, and commits it and the
- * drafts that pass the acceptance check. At most `max` tokens (>= 1) are committed. out int [max or more]: what was committed,
- * `token` first. Returns how many, -1 on failure. The next token is ds4_session_argmax. Drafts never cross a stop token. */
+ * drafts that the session's ds4_gen chooses too (greedy: and that lead by the margin; the margin is greedy's alone). At most `max` tokens
+ * (>= 1) are committed. out int [max or more]: what was committed, `token` first. Returns how many, -1 on failure. The next
+ * token is ds4_session_next. Drafts never cross a stop token. */
 int ds4_session_step(ds4_session *s, int token, int max, int *out);
 /* The same with the caller's drafts [n], at most DS4_MAX_DRAFT, in place of the session's drafter. */
 int ds4_session_verify(ds4_session *s, int token, const int *drafts, int n, int max, int *out);
 /* Logits after the i-th token that the last step committed, float32 [V]; the last one's are ds4_session_logits. NULL for an i
  * the step did not commit, or after any other call that moves the session. */
 const float *ds4_session_step_logits(ds4_session *s, int i);
-/* Evaluates `first` and runs cycles until `max` tokens, `first` included, are committed, the context is full, or a stop token
+/* Greedy whatever the session's ds4_gen says: evaluates `first` and runs cycles until `max` tokens, `first` included, are committed, the context is full, or a stop token
  * comes (it is not evaluated). Returns the next token, -1 only on failure; what was committed is ds4_session_tokens. */
 int ds4_session_eval_speculative_argmax(ds4_session *s, int first, int max);
+
+/* ---- batches ---- */
+
+/* A session's part of a pass. A step (max >= 1): tokens [1], as ds4_session_step. A prompt (max 0): tokens [n_tokens], of which
+ * as many are evaluated as the pass has rows left. */
+typedef struct {
+    ds4_session *session;
+    const int *tokens;
+    int n_tokens;
+    int max;
+    int *out;                          /* [max] of a step, NULL for a prompt: what was committed */
+    int n;                             /* out: how many tokens were committed; -1: failed, the session is as it was */
+    ds4_error_kind kind;               /* out: of the error */
+    char error[DS4_ERROR_BYTES];       /* out: the message if n is -1, else "" */
+} ds4_batch_item;
+
+/* One step of many sessions of one engine: drafts for all, verifies all their rows in one pass of the target, commits each by
+ * itself. Each session, with its own draft depth, margin, ds4_gen and stops, gets the bits it would get alone. Steps
+ * have rows before prompts, and drafts are cut when rows are short. Sessions join and leave between calls.
+ * 0 (items may have failed, each by itself), -1 if the call is refused: no session moved. */
+int ds4_batch_step(ds4_engine *engine, ds4_batch_item *items, int n);
+/* The most rows of a pass, and so the most sessions of a batch: max(prefill_chunk, DS4_MAX_DRAFT + 1). */
+int ds4_engine_batch_rows(const ds4_engine *engine);
+/* Passes of the target since the engine was opened, of whatever sessions. */
+int64_t ds4_engine_passes(const ds4_engine *engine);
 
 /* Makes the session's running call end with an error after the pass in work, and every later one until
  * ds4_session_clear_cancel. Any thread; safe in a signal handler. */

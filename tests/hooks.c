@@ -11,16 +11,18 @@ typedef struct {
     int n, wrong;           /* wrong: which draft of a cycle is spoiled, -1 none */
 } hook_script;
 
-static int script_propose(ds4_session *s, void *ctx, int token, int k, int *out, float *lead) {
-    const hook_script *script = ctx;
-    int V = s->engine->model->c.n_vocab, i;
-    (void)token;
-    for (i = 0; i < k && s->position + 1 + i < script->n; i++) {
-        out[i] = (script->text[s->position + 1 + i] + (i == script->wrong)) % V;
-        if (ds4_session_is_stop(s, out[i])) break;
-        lead[i] = 0;
+static void script_propose(cycle **list, int n) {
+    for (int at = 0; at < n; at++) {
+        cycle *c = list[at];
+        ds4_session *s = c->s;
+        const hook_script *script = s->drafter_ctx;
+        int V = s->engine->model->c.n_vocab;
+        for (int i = 0; i < c->room && s->position + 1 + i < script->n; i++) {
+            int token = (script->text[s->position + 1 + i] + (i == script->wrong)) % V;
+            if (ds4_session_is_stop(s, token)) break;
+            add_draft(c, token, 0);
+        }
     }
-    return i;
 }
 
 static const drafter script_drafter = {script_propose, NULL};
