@@ -95,11 +95,11 @@ def test_csv(measured: dict[str, Any]) -> None:
             assert of.get(("break-even", str(f["context"]), "", depth, "")) == a
     prompt = str(j["prompt_tokens"])
     for c in j["sweep"]:
-        at = (prompt, "", c["draft"], f"{c['margin']:g}")
-        assert of[("speed", *at)] == c["tokens_per_s"]
-        assert of[("tokens a pass", *at)] == pytest.approx(c["tokens"] / c["passes"], abs=1e-4)
+        draft, margin = c["draft"], f"{c['margin']:g}"
+        assert of["speed", prompt, "", draft, margin] == c["tokens_per_s"]
+        assert of["tokens a pass", prompt, "", draft, margin] == pytest.approx(c["tokens"] / c["passes"], abs=1e-4)
         if c["drafted"]:
-            assert of[("accepted", *at)] == pytest.approx(c["accepted"] / c["drafted"], abs=1e-4)
+            assert of["accepted", prompt, "", draft, margin] == pytest.approx(c["accepted"] / c["drafted"], abs=1e-4)
 
 
 def test_table(measured: dict[str, Any]) -> None:
