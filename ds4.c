@@ -4474,6 +4474,7 @@ struct ds4_session {
     float *logits; /* (DS4_MAX_DRAFT + 1, n_vocab): rows of the last pass */
     int logits_row; /* which of them belongs to the position; -1: none */
     int step_rows; /* rows that the last step committed, 0 after other calls */
+    int step_floor; /* the floor before it */
     sampler by;
     int pending; /* rejection: the token already drawn for the position, -1: none */
     const drafter *drafter;
@@ -5861,6 +5862,7 @@ static void commit_step(cycle *c) {
     int next;
     c->accepted = accept(c, &next);
     s->position += 1 + c->accepted;
+    s->step_floor = s->floor;
     session_moved(s);
     s->logits_row = c->accepted;
     s->step_rows = 1 + c->accepted;
@@ -6638,6 +6640,22 @@ int ds4_session_rewind(ds4_session *s, int position) {
     if (position == 0) s->floor = s->written = s->streams_from = s->head_from = s->head_to = 0;
     s->logits_row = -1;
     s->step_rows = 0;
+    session_settle(s);
+    return 0;
+}
+
+/* What is dropped is as good as a refused draft: the rings held the rows of the whole pass, on top of max_rewind. */
+int ds4_session_keep(ds4_session *s, int n) {
+    int dropped = s->step_rows - n;
+    if (n < 1 || dropped < 0) return fail("%d tokens to keep; the last step committed %d", n, s->step_rows);
+    if (!dropped) return 0;
+    s->position -= dropped;
+    s->floor = s->step_floor;
+    session_moved(s);
+    s->logits_row -= dropped;
+    s->step_rows = n;
+    s->stats.emitted -= dropped;
+    for (int i = n - 1; i < n - 1 + dropped; i++) s->stats.accepted[i]--;
     session_settle(s);
     return 0;
 }

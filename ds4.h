@@ -245,6 +245,9 @@ int ds4_session_next(ds4_session *s);
 int ds4_session_step(ds4_session *s, int token, int max, int *out);
 /* The same with the caller's drafts [n], at most DS4_MAX_DRAFT, in place of the session's drafter. */
 int ds4_session_verify(ds4_session *s, int token, const int *drafts, int n, int max, int *out);
+/* Keeps the first n (1 to all) of the tokens that the last step committed: the session, how far it can go back and its counters
+ * are as if the step had committed no more. For who finds an end in the text of those tokens. -1 otherwise, nothing changed. */
+int ds4_session_keep(ds4_session *s, int n);
 /* Logits after the i-th token that the last step committed, float32 [V]; the last one's are ds4_session_logits. NULL for an i
  * the step did not commit, or after any other call that moves the session. */
 const float *ds4_session_step_logits(ds4_session *s, int i);

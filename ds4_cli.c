@@ -540,8 +540,6 @@ static void finish_cfg(Options *opt, const char *argv0) {
     /* the head's logits are read for rows that a session can still go back to: some there must be */
     bool head_rows = opt->head_logits || (opt->perplexity && head);
     if (head_rows && cfg->max_rewind < 2) cfg->max_rewind = 2;
-    /* A stop text that ends inside an accepted block takes the rest of the block back. */
-    if (opt->stops.len && head && cfg->max_rewind < cfg->mtp_draft) cfg->max_rewind = cfg->mtp_draft;
     /* Each measurement goes back to where it began. */
     if (opt->bench && opt->tokens == TOKENS_DEFAULT) opt->tokens = BENCH_TOKENS;
     if (opt->bench && !opt->bench_runs) opt->bench_runs = 3;
@@ -1037,7 +1035,7 @@ static bool generate_step(App *app, Out *out, int max, Answer *answer) {
         put_token(app, out, ids[i], answer);
         if (!out->stopped) continue;
         /* the drafts behind the stop were committed with it: the session ends where plain decoding would have */
-        if (i + 1 < got && ds4_session_rewind(s, position + i + 1) != 0) fail("%s", ds4_last_error());
+        if (i + 1 < got && ds4_session_keep(s, i + 1) != 0) fail("%s", ds4_last_error());
         answer->finish = "stop";
         return false;
     }

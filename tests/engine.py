@@ -155,6 +155,9 @@ class Session:
         ids = np.ascontiguousarray(text, np.int32)
         self.scripts.append(lib.hook_script_new(self.p, ffi.from_buffer("int[]", ids), len(ids), wrong))
 
+    def keep(self, n: int) -> None:
+        check(lib.ds4_session_keep(self.p, n))
+
     def rewind(self, position: int) -> None:
         check(lib.ds4_session_rewind(self.p, position))
 

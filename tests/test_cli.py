@@ -496,18 +496,20 @@ def test_what_only_begins_like_a_stop_is_printed(cli: Cli, tmp_path: Path, specu
 
 
 def test_a_stop_leaves_the_session_as_plain_decoding_does(cli: Cli, tmp_path: Path) -> None:
-    """Drafts that were committed behind the stop are taken back."""
+    """Drafts that were committed behind the stop are taken back: the saved session has plain decoding's bytes, the counters
+    count what was printed."""
     whole = cli("-p", PROMPT, "-n", 30).stdout
     for at in range(10, 40, 3):
         stop = whole[at : at + 2]
-        sessions: list[bytes] = []
-        shown: list[list[int]] = []
-        for speculation in [[], cli.speculation(5, 0)]:
-            saved = tmp_path / f"s{len(sessions)}"
-            saved.unlink(missing_ok=True)
-            shown.append(cli.ids("-p", PROMPT, "-n", 30, b"--stop=" + stop, "--session", saved, *speculation))
-            sessions.append(cli("-n", 30, "--session", saved).stdout)
-        assert shown[0] == shown[1] and sessions[0] == sessions[1]
+        shown, saved = [], [tmp_path / "plain", tmp_path / "fast"]
+        for file, speculation in zip(saved, [[], cli.speculation(5, 0)], strict=True):
+            file.unlink(missing_ok=True)
+            args = ["-p", PROMPT, "-n", 30, b"--stop=" + stop, "--max-rewind", at % 4, "--session", file, *speculation]
+            s = cli.stats(tmp_path, *args)
+            assert s["finish_reason"] == "stop"
+            assert sum(s["accepted"]) + s["corrections"] + s["bonus"] == s["emitted"] == s["generated_tokens"]
+            shown.append(s["generated_tokens"])
+        assert shown[0] == shown[1] and saved[0].read_bytes() == saved[1].read_bytes()
 
 
 def test_bytes_that_are_no_text(cli: Cli, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine import Engine, Failed, Session, bits
+from engine import Engine, Failed, Session, bits, check, ffi, lib
 from fixtures import rewrite
 
 PROMPT, DEPTH = 40, 8
@@ -77,10 +77,48 @@ def test_stop_at_every_offset(case: Case, kind: str) -> None:
                 session.close()
 
 
+@pytest.mark.parametrize("max_rewind", [0, 3, 64])
+def test_keep_at_every_offset(case: Case, max_rewind: int) -> None:
+    """A stop found in the text of an accepted block: what is kept of it is the state of plain decoding, how far it goes back, the
+    snapshot and the counters included; and it goes on as plain decoding does, whatever may stand in its rings."""
+    with Engine(case.model, case.head, ctx=256, max_rewind=max_rewind, prefill_chunk=17) as engine:
+        for kept in range(1, DEPTH + 2):
+            start = case.end - DEPTH - 1
+            session, plain = case.session(engine, PROMPT + start), case.session(engine, PROMPT + start, 0)
+            assert len(session.step(int(case.text[PROMPT + start]), DEPTH + 1)) == DEPTH + 1
+            session.keep(kept)
+            for i in range(kept):
+                plain.generate(1)
+                assert np.array_equal(bits(step_logits(session, i)), bits(plain.logits()))
+            ended_like_plain(session, engine, case, PROMPT + start + kept)
+            assert session.save() == plain.save()
+            floor = lib.ds4_session_rewind_floor
+            assert floor(session.p) == floor(plain.p) == max(1, PROMPT + start + kept - max_rewind)
+            assert session.stats.emitted == plain.stats.emitted == kept and sum(session.stats.accepted) == kept - 1
+            with pytest.raises(Failed, match=f"the last step has no row {kept}"):
+                step_logits(session, kept)
+            for wrong in (0, kept + 1):
+                with pytest.raises(Failed, match=f"{wrong} tokens to keep; the last step committed {kept}"):
+                    session.keep(wrong)
+            for s in (session, plain):
+                s.set_stops([], ignore_eos=True)
+            assert session.generate(20) == plain.generate(20)
+            assert session.save() == plain.save()
+            identity(session)
+            session.rewind(session.position - min(max_rewind, 2))
+            if max_rewind:
+                with pytest.raises(Failed, match="the last step committed 0"):
+                    session.keep(1)
+
+
+def step_logits(session: Session, i: int) -> np.ndarray:
+    """float32 [V]: logits after the i-th token of the last step."""
+    p = check(lib.ds4_session_step_logits(session.p, i))
+    return np.frombuffer(ffi.buffer(p, 4 * session.engine.vocab), np.float32)
+
+
 def test_eval_speculative_argmax_stops(case: Case) -> None:
     """The C API's own loop: the same ends, and it returns the token that comes next."""
-    from engine import lib
-
     with Engine(case.model, case.head, ctx=256) as engine:
         for offset in range(1, DEPTH + 2):
             start = case.end - offset
@@ -134,8 +172,6 @@ def test_end_of_context(case: Case) -> None:
 
 def test_cancel(case: Case) -> None:
     """A cancel ends the next call with an error; the session stays as it was and goes on after it is cleared."""
-    from engine import lib
-
     with Engine(case.model, case.head, ctx=256) as engine:
         session = case.session(engine, PROMPT)
         lib.ds4_session_cancel(session.p)
