@@ -6895,39 +6895,88 @@ int ds4_session_load_mem(ds4_session *s, const void *buf, size_t n) {
     return load_snapshot(s, buf, n, "snapshot") ? failed_as(DS4_SNAPSHOT_FAILED) : 0;
 }
 
-/* Into a file beside `path` first, so that a crash or a full disk leaves the old one as it was. */
-int ds4_session_save(const ds4_session *s, const char *path) {
-    size_t n = ds4_session_save_size(s), length = strlen(path);
-    uint8_t *buf = mem_new(n);
-    char *temporary = mem_new(length + 8);
-    int fd = -1, result = -1;
-    if (!buf || !temporary || !ds4_session_save_mem(s, buf, n)) goto out;
-    memcpy(temporary, path, length);
-    memcpy(temporary + length, ".XXXXXX", 7);
-    fd = fault() ? (errno = EMFILE, -1) : mkstemp(temporary);
-    if (fd < 0) {
-        fail("%s: cannot write a file beside it: %s", path, strerror(errno));
-        goto out;
+/* Where symbolic links lead from `path`, into out (PATH_MAX bytes); whether anything is there does not matter. */
+static int follow_links(const char *path, char *out) {
+    char link[PATH_MAX];
+    size_t n = strlen(path);
+    if (n >= PATH_MAX) return fail("%s: cannot write: %s", path, strerror(ENAMETOOLONG));
+    memcpy(out, path, n + 1);
+    for (int links = 0; links < 40; links++) {
+        ssize_t length = readlink(out, link, sizeof link - 1);
+        if (length < 0) return 0;
+        link[length] = 0;
+        char *slash = strrchr(out, '/');
+        size_t directory = *link == '/' || !slash ? 0 : (size_t)(slash - out) + 1;
+        if (directory + (size_t)length >= PATH_MAX) return fail("%s: cannot write: %s", path, strerror(ENAMETOOLONG));
+        memcpy(out + directory, link, (size_t)length + 1);
     }
+    return fail("%s: cannot write: %s", path, strerror(ELOOP));
+}
+
+enum { BESIDE_MAX = PATH_MAX + 32 };
+
+/* A new file beside `path` for what shall replace it: its name into `beside` (BESIDE_MAX bytes), a descriptor or -1. It has the
+ * mode of what is there, else what the umask leaves. */
+static int open_beside(const char *path, char *beside) {
+    struct stat st;
+    int fd = -1;
+    bool there = stat(path, &st) == 0;
+    if (there && !S_ISREG(st.st_mode)) return fail("%s: cannot write: not a file", path);
+    if (there && access(path, W_OK)) return fail("%s: cannot write: %s", path, strerror(errno));
+    uint64_t seed = (uint64_t)(now_ms() * 1e6) ^ (uint64_t)getpid() << 40 ^ (uint64_t)(uintptr_t)&st;
+    for (int i = 0; i < 100 && fd < 0; i++) {
+        snprintf(beside, BESIDE_MAX, "%s.%08x", path, (unsigned)checksum(seed, &i, sizeof i));
+        fd = fault() ? (errno = EMFILE, -1) : open(beside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (fd < 0 && errno != EEXIST) break;
+    }
+    if (fd < 0) return fail("%s: cannot write a file beside it: %s", path, strerror(errno));
+    if (there) (void)!fchmod(fd, st.st_mode & 07777);
+    return fd;
+}
+
+static int write_all(int fd, const uint8_t *data, size_t n) {
     for (size_t at = 0; at < n;) {
-        ssize_t wrote = fault() ? (errno = ENOSPC, -1) : write(fd, buf + at, n - at);
+        ssize_t wrote = fault() ? (errno = ENOSPC, -1) : write(fd, data + at, n - at);
         if (wrote < 0 && errno == EINTR) continue;
-        if (wrote <= 0) {
-            fail("%s: cannot write %zu bytes: %s", path, n, strerror(errno));
-            goto out;
-        }
+        if (wrote <= 0) return -1;
         at += (size_t)wrote;
     }
-    bool synced = !fault() && fsync(fd) == 0, closed = close(fd) == 0;
-    fd = -1;
-    if (!synced || !closed || rename(temporary, path)) fail("%s: cannot write: %s", path, strerror(errno));
-    else result = 0;
-out:
-    if (fd >= 0) close(fd);
-    if (result && temporary && *temporary) unlink(temporary);
-    mem_free(temporary);
+    return 0;
+}
+
+/* Into a file beside `path` first, so that a crash or a full disk leaves the old one as it was. */
+static int replace_file(const char *path, const uint8_t *data, size_t n) {
+    char target[PATH_MAX], beside[BESIDE_MAX];
+    if (follow_links(path, target)) return -1;
+    int fd = open_beside(target, beside);
+    if (fd < 0) return -1;
+    bool good = !write_all(fd, data, n) && (fault() ? (errno = EIO, -1) : fsync(fd)) == 0;
+    int error = errno;
+    if (close(fd) && good) {
+        error = errno;
+        good = false;
+    }
+    if (good && rename(beside, target) == 0) return 0;
+    fail("%s: cannot write %zu bytes: %s", path, n, strerror(good ? errno : error));
+    unlink(beside);
+    return -1;
+}
+
+int ds4_session_save(const ds4_session *s, const char *path) {
+    size_t n = ds4_session_save_size(s);
+    uint8_t *buf = mem_new(n);
+    int result = buf && ds4_session_save_mem(s, buf, n) ? replace_file(path, buf, n) : -1;
     mem_free(buf);
     return result ? failed_as(DS4_SNAPSHOT_FAILED) : 0;
+}
+
+int ds4_session_can_save(const char *path) {
+    char target[PATH_MAX], beside[BESIDE_MAX];
+    int fd = follow_links(path, target) ? -1 : open_beside(target, beside);
+    if (fd < 0) return failed_as(DS4_SNAPSHOT_FAILED);
+    close(fd);
+    unlink(beside);
+    return 0;
 }
 
 int ds4_session_load(ds4_session *s, const char *path) {

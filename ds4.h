@@ -310,10 +310,12 @@ size_t ds4_session_save_size(const ds4_session *s);
 /* Writes a snapshot into buf (n bytes at least ds4_session_save_size). Returns the bytes written, 0 on failure. */
 size_t ds4_session_save_mem(const ds4_session *s, void *buf, size_t n);
 int ds4_session_load_mem(ds4_session *s, const void *buf, size_t n);
-/* The same through a file: written beside it, then renamed over it. Loading refuses a snapshot of another model, kv type or
+/* The same through a file: written beside it (a link's target), then renamed over it, with its mode. Loading refuses a snapshot of another model, kv type or
  * version, a damaged one, or one longer than the session's context, and leaves the session as it was. */
 int ds4_session_save(const ds4_session *s, const char *path);
 int ds4_session_load(ds4_session *s, const char *path);
+/* Whether ds4_session_save could write there: what it needs beside `path` is made and removed. 0, or -1. */
+int ds4_session_can_save(const char *path);
 
 /* binding: end */
 

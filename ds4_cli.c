@@ -747,8 +747,9 @@ static void open_engine(App *app) {
 static void open_session(App *app) {
     app->session = ds4_engine_open_session(app->engine);
     if (!app->session || ds4_session_set_stops(app->session, NULL, 0, app->opt.ignore_eos) != 0) fail("%s", ds4_last_error());
-    if (app->opt.session && file_exists(app->opt.session) && ds4_session_load(app->session, app->opt.session) != 0)
-        fail("%s", ds4_last_error());
+    const char *saved = app->opt.session;
+    if (saved && file_exists(saved) && ds4_session_load(app->session, saved) != 0) fail("%s", ds4_last_error());
+    if (saved && ds4_session_can_save(saved) != 0) fail("%s", ds4_last_error());       /* now, not after the answer */
 }
 
 static void save_session(App *app) {

@@ -552,6 +552,42 @@ def test_a_resumed_session_equals_one_run(cli: Cli, plain: bytes, tmp_path: Path
     assert b"".join(parts) == plain
 
 
+def test_a_session_keeps_its_links_and_modes(cli: Cli, tmp_path: Path) -> None:
+    """Saving replaces what a link leads to, not the link; a file keeps its mode, a new one has what the umask leaves."""
+    (tmp_path / "far").mkdir()
+    real, link, twice = tmp_path / "far/real", tmp_path / "link", tmp_path / "far/twice"
+    link.symlink_to("far/twice")
+    twice.symlink_to(real)
+    for mode in (None, 0o640, 0o606):
+        if mode:
+            real.chmod(mode)
+        cli("-p", PROMPT, "-n", 1, "--session", link)
+        assert link.is_symlink() and twice.is_symlink() and real.is_file() and not real.is_symlink()
+        umask = os.umask(0)
+        os.umask(umask)
+        assert real.stat().st_mode & 0o777 == (mode or 0o666 & ~umask)
+    assert sorted(p.name for p in (tmp_path / "far").iterdir()) == ["real", "twice"]
+
+
+def test_a_session_that_cannot_be_saved_is_an_error_at_once(cli: Cli, tmp_path: Path) -> None:
+    """Before the prompt is evaluated: nothing is printed."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    paths = [tmp_path / "missing/s", loop, Path("/proc/s"), tmp_path / ("x" * 300), tmp_path / "y/../../s"]
+    if os.getuid():
+        read_only = tmp_path / "read-only"
+        cli("-p", PROMPT, "-n", 1, "--session", read_only)
+        read_only.chmod(0o400)
+        paths.append(read_only)
+    for path in paths:
+        done = cli("-p", PROMPT, "-n", 1, "--session", path, status=1)
+        assert done.stdout == b"" and path.name in one_line(done.stderr)
+    for path in (tmp_path, Path("/dev/null")):
+        done = cli("-p", PROMPT, "-n", 1, "--session", path, status=1)
+        assert done.stdout == b"" and "not a file" in one_line(done.stderr)
+    assert [p for p in tmp_path.iterdir() if p.name != "read-only"] == [loop]
+
+
 def test_a_prompt_continues_a_session(cli: Cli, plain: bytes, tmp_path: Path) -> None:
     saved = tmp_path / "s"
     cli("-p", PROMPT, "-n", 0, "--session", saved)
