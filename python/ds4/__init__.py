@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ds4.generation import Logprob as Logprob
     from ds4.generation import Piece as Piece
     from ds4.generation import TokenLogprobs as TokenLogprobs
+    from ds4.model import Model as Model
     from ds4.sampling import SamplerConfig as SamplerConfig
 
     __version__: str

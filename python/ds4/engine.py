@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ds4 import errors, generation
+from ds4 import errors, generation, registry
 from ds4._ds4 import ffi, lib
-from ds4._native import EngineHandle, Log, Progress, SessionHandle, check, last_error, owned, text_of
+from ds4._native import MAX_DRAFT, EngineHandle, Log, Progress, SessionHandle, check, last_error, owned, text_of
 from ds4.generation import Completion, Gen, Logprob, Options, Piece, Settings
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ Message = Mapping[str, str | None]
 Thinking = Literal["off", "on", "max"] | bool
 
 _KV_TYPES = {"f32": lib.DS4_KV_F32, "f16": lib.DS4_KV_F16, "fp8": lib.DS4_KV_FP8}
+_SCHEMES = {"coupled": lib.DS4_COUPLED, "rejection": lib.DS4_REJECTION}
 _THINK = {"off": lib.DS4_THINK_OFF, "on": lib.DS4_THINK_ON, "max": lib.DS4_THINK_MAX}
 _T = TypeVar("_T")
 
@@ -217,7 +218,7 @@ class Engine:
         cfg.ctx, cfg.threads, cfg.prefill_chunk, cfg.max_rewind = ctx or 0, threads or 0, prefill_chunk, max_rewind
         cfg.mlock, cfg.raw_vocab_ok, cfg.conf_log = mlock, raw_vocab_ok, conf_log
         gen = Gen(temperature, top_k, top_p, min_p, seed)
-        _fill_gen(cfg.gen, gen)
+        texts.append(_fill_gen(cfg.gen, gen))
         self._handle = EngineHandle(cfg, log, progress)
         owned(self, self._handle)
         info = self._handle.call(lib.ds4_engine_info)
@@ -394,11 +395,18 @@ class Engine:
         return _answer(self, await self.agenerate(ids, **options), thinking)
 
 
-def _fill_gen(target: Any, gen: Gen) -> None:
+def _fill_gen(target: Any, gen: Gen) -> Any:
+    """Returns the memory that the struct refers to."""
     if not 0 <= gen.seed < 2**64:
         raise errors.InvalidArgument(f"seed is {gen.seed}; expected 0 to 2**64 - 1")
-    for name, value in gen._asdict().items():
-        setattr(target, name, value)
+    if gen.scheme not in _SCHEMES:
+        raise errors.InvalidArgument(f"scheme is {gen.scheme!r}; expected one of {', '.join(map(repr, _SCHEMES))}")
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"):
+        setattr(target, name, getattr(gen, name))
+    target.penalty_from, target.scheme = gen.penalty_from or 0, _SCHEMES[gen.scheme]
+    bias = ffi.new("ds4_bias[]", list(gen.logit_bias))
+    target.bias, target.n_bias = bias, len(bias)
+    return bias
 
 
 def _prompt_ids(engine: Engine, prompt: str | Tokens) -> npt.NDArray[np.int32]:
@@ -452,6 +460,8 @@ class Session:
         """Most tokens it can hold."""
         self._settings = settings
         self._used: Settings | None = None
+        self._proposer: registry.Proposer | None = None
+        self._proposer_of = ""
         self._room = ffi.new("int[]", lib.DS4_MAX_DRAFT + 1)
 
     # ---- life ----
@@ -543,7 +553,7 @@ class Session:
         p is the softmax of logits / temperature, of the top_k, then the top_p, then the min_p most likely.
         """
         gen = ffi.new("ds4_gen *")
-        _fill_gen(gen, Gen(temperature, top_k, top_p, min_p, seed))
+        keep = _fill_gen(gen, Gen(temperature, top_k, top_p, min_p, seed))  # noqa: F841 - what gen refers to
         return int(check(self._handle.call(lib.ds4_session_sample, gen)))
 
     def top_logprobs(self, n: int) -> list[Logprob]:
@@ -562,8 +572,29 @@ class Session:
     # ---- steps ----
 
     def set_speculation(self, depth: int, margin: float | None = None) -> None:
-        """Tokens drafted a cycle, 0 (off) to 16, and the margin (None: as it is). More than 0 needs a head."""
+        """Tokens drafted a cycle, 0 (off) to 16, and the margin (None: as it is). More than 0 needs a head, or another core."""
         settings = replace(self._settings, depth=depth, margin=self._settings.margin if margin is None else margin)
+        self._use(settings)
+        self._settings = settings
+
+    def set_sampling(
+        self,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        *,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = (),
+        scheme: str = "coupled",
+        penalty_from: int = 0,
+    ) -> None:
+        """How `next` and `step` choose tokens, as in `Options`. Penalties count the tokens from position penalty_from on."""
+        bias = tuple(sorted(dict(logit_bias).items()))
+        gen = Gen(temperature, top_k, top_p, min_p, seed, presence_penalty, frequency_penalty, bias, scheme, penalty_from)
+        settings = replace(self._settings, gen=gen)
         self._use(settings)
         self._settings = settings
 
@@ -586,23 +617,72 @@ class Session:
         with self._handle.lock:
             self._used = None
             stops = _ids(settings.stop_tokens)
-            check(self._handle.call(lib.ds4_session_set_mtp, settings.depth, settings.margin))
+            gen = ffi.new("ds4_gen *")
+            keep = _fill_gen(gen, settings.gen)  # noqa: F841 - what gen refers to until it is copied
+            check(self._handle.call(lib.ds4_session_set_gen, gen))
+            self._drafts_by(settings)
             check(self._handle.call(lib.ds4_session_set_stops, _int_array(stops), len(stops), settings.ignore_eos))
             self._used = settings
+
+    def _drafts_by(self, settings: Settings) -> None:
+        """Drafts of this core and depth from now on."""
+        core, depth = registry.draft_core(settings.draft_core), settings.depth
+        if core.name != self._proposer_of:
+            self._proposer, self._proposer_of = core.make(self) if core.make else None, core.name
+        if core.name == "lookup":
+            raise errors.InvalidArgument("draft_core 'lookup' is not in this version")
+        inside = depth if core.needs_head else 0
+        check(self._handle.call(lib.ds4_session_set_mtp, inside, settings.margin))
 
     def _step(self, token: int, most: int, settings: Settings) -> list[int]:
         with self._handle.lock:
             self._use(settings)
-            n = check(self._handle.call(lib.ds4_session_step, token, min(most, len(self._room)), self._room))
+            most = min(most, len(self._room))
+            if self._proposer:
+                room = min(settings.depth, most - 1, self.ctx - self.position - 1)
+                drafts = self._proposer.propose(token, room) if room > 0 else ()
+                return self._verify(token, list(drafts)[:room], most)
+            n = check(self._handle.call(lib.ds4_session_step, token, most, self._room))
             return list(self._room[0:n])
+
+    def _next(self, settings: Settings) -> int:
+        with self._handle.lock:
+            self._use(settings)
+            return int(check(self._handle.call(lib.ds4_session_next)))
+
+    def next(self) -> int:
+        """The next token as the session chooses it (see `set_sampling`); the same until the session moves."""
+        return self._next(self._settings)
 
     def step(self, token: int, most: int = 1) -> list[int]:
         """One cycle: evaluates `token` together with drafts of what follows; commits it and the drafts that are accepted.
 
-        At most `most` tokens are committed: what was, `token` first. The next token is `argmax()`. Drafts never cross a stop
-        token, and are used for greedy text only. Raises ContextFull, Cancelled, NonFinite: nothing is committed.
+        At most `most` tokens are committed: what was, `token` first. The next token is `next()`. Drafts never cross a stop
+        token. Raises ContextFull, Cancelled, NonFinite: nothing is committed.
         """
         return self._step(token, most, self._settings)
+
+    def draft(self, token: int, k: int) -> npt.NDArray[np.float32]:
+        """The head's logits for the k tokens after `token`, which stands at the session's position: float32 [k, V].
+
+        Each row follows the one before by its most likely token. Commits nothing. Fewer rows behind a stop token and at the
+        context's end, none at position 0. Raises InvalidArgument without a head.
+        """
+        out = np.empty((max(0, min(k, MAX_DRAFT)), self.engine.info.vocab), np.float32)
+        with self._handle.lock:
+            self._use(self._settings)
+            return out[: check(self._handle.call(lib.ds4_session_draft, token, k, ffi.from_buffer("float[]", out)))]
+
+    def verify(self, token: int, drafts: Tokens, most: int = MAX_DRAFT + 1) -> list[int]:
+        """`step` with your drafts, at most 16, in place of the session's. Whatever they are, the text is the target's."""
+        with self._handle.lock:
+            self._use(self._settings)
+            return self._verify(token, drafts, min(most, len(self._room)))
+
+    def _verify(self, token: int, drafts: Tokens, most: int) -> list[int]:
+        ids = _ids(drafts)
+        n = check(self._handle.call(lib.ds4_session_verify, token, _int_array(ids), len(ids), most, self._room))
+        return list(self._room[0:n])
 
     def step_logits(self, i: int) -> npt.NDArray[np.float32]:
         """Logits after the i-th token that the last step committed: float32 [V], a copy."""

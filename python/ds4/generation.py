@@ -6,14 +6,14 @@ The loop is `pieces`; everything public on `Engine` and `Session` that generates
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from ds4 import errors
+from ds4 import errors, registry
 
 if TYPE_CHECKING:
     from ds4.engine import Session
@@ -43,6 +43,16 @@ class Options(TypedDict, total=False):
     """Keep tokens at least min_p times as likely as the first (0: all)."""
     seed: int
     """The same seed gives the same text, 0 to 2**64 - 1."""
+    presence_penalty: float
+    """Taken off the logit of each token that was generated before, -100 to 100."""
+    frequency_penalty: float
+    """Taken off the logit of a token for each time that it was generated before, -100 to 100."""
+    logit_bias: Mapping[int, float]
+    """Token id -> addend to its logit; -inf bans it."""
+    scheme: str
+    """How sampled text is verified: "coupled" (a seed's text is the same with and without drafts) or "rejection"."""
+    draft_core: str
+    """Who drafts: a name of `ds4.registry` ("stock", the head). Changes the speed, never the text."""
     speculative_depth: int
     """Tokens drafted a cycle, 0 to 16 (0: no speculation). Changes the speed, never the text."""
     margin: float
@@ -141,13 +151,19 @@ def joined(parts: Iterator[Piece]) -> Completion:
 
 
 class Gen(NamedTuple):
-    """How a token is drawn: ds4_gen."""
+    """How a token is chosen: ds4_gen."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    scheme: str = "coupled"
+    penalty_from: int | None = None
+    """The position that penalties count from; None: where the generation begins."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +173,7 @@ class Settings:
     depth: int
     margin: float
     gen: Gen = Gen()
+    draft_core: str = "stock"
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
 
@@ -188,11 +205,14 @@ def request_of(options: Options, base: Settings) -> Request:
     if logprobs < 0:
         raise errors.InvalidArgument(f"logprobs is {logprobs}; expected 0 or more")
     gen = base.gen._replace(**{k: options[k] for k in Gen._fields if k in options})  # type: ignore[literal-required]
+    gen = gen._replace(logit_bias=tuple(sorted(dict(gen.logit_bias).items())))
+    core = registry.draft_core(options.get("draft_core", base.draft_core))
     settings = replace(
         base,
         depth=options.get("speculative_depth", base.depth),
         margin=options.get("margin", base.margin),
         gen=gen,
+        draft_core=core.name,
         stop_tokens=base.stop_tokens + tuple(int(s) for s in stops if not isinstance(s, str)),
         ignore_eos=options.get("ignore_eos", base.ignore_eos),
     )
@@ -260,6 +280,8 @@ def pieces(session: Session, request: Request) -> Iterator[Piece]:
     Every token of a piece is evaluated. When the text ends at a stop text, the session ends at the token that completed it.
     """
     settings, text = request.settings, Text(request.stops)
+    if settings.gen.penalty_from is None:
+        settings = replace(settings, gen=settings.gen._replace(penalty_from=session.position))
     if request.stops:  # drafts behind a stop text are taken back
         settings = replace(settings, depth=min(settings.depth, session.engine.info.max_rewind))
     tokens: list[int] = []
@@ -296,6 +318,6 @@ def _next(session: Session, settings: Settings, left: int) -> tuple[int, FinishR
     """The token that follows, not evaluated yet, or why none does."""
     if left <= 0 or session.position >= session.ctx:
         return -1, "length"
-    token = session.sample(**settings.gen._asdict()) if settings.gen.temperature > 0 else session.argmax()
+    token = session._next(settings)
     ends = token in settings.stop_tokens or (session.engine.is_eos(token) and not settings.ignore_eos)
     return token, "eos" if ends else None

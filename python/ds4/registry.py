@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from ds4.errors import InvalidArgument
+
 
 class Proposer(Protocol):
     """What a draft core makes for one session."""
@@ -84,27 +86,27 @@ _Core = TypeVar("_Core", DraftCore, VerifyCore)
 
 def _find(kind: str, known: dict[str, _Core], name: str) -> _Core:
     if name not in known:
-        raise ValueError(f"{kind} is {name!r}; expected one of {', '.join(map(repr, known))}")
+        raise InvalidArgument(f"{kind} is {name!r}; expected one of {', '.join(map(repr, known))}")
     return known[name]
 
 
 def _add(kind: str, known: dict[str, _Core], core: _Core) -> None:
     if not isinstance(core.name, str) or not core.name:
-        raise ValueError(f"{kind} is {core.name!r}; expected a name")
+        raise InvalidArgument(f"{kind} is {core.name!r}; expected a name")
     if not callable(core.make):
         raise TypeError(f"{kind} {core.name!r}: expected a function of a session, not {type(core.make).__name__}")
     if core.name in known:
-        raise ValueError(f"{kind} {core.name!r} is registered already")
+        raise InvalidArgument(f"{kind} {core.name!r} is registered already")
     known[core.name] = core
 
 
 def draft_core(name: str) -> DraftCore:
-    """The draft core of this name. Raises ValueError, which lists the known names."""
+    """The draft core of this name. Raises InvalidArgument, which lists the known names."""
     return _find("draft_core", _drafts, name)
 
 
 def verify_core(name: str) -> VerifyCore:
-    """The verify core of this name. Raises ValueError, which lists the known names."""
+    """The verify core of this name. Raises InvalidArgument, which lists the known names."""
     return _find("verify_core", _verifiers, name)
 
 
@@ -121,7 +123,7 @@ def verify_cores() -> list[str]:
 def register_draft_core(name: str, make: Callable[[Any], Proposer], description: str = "") -> None:
     """Add a draft core: `make(session)` returns a `Proposer` for that session.
 
-    Raises ValueError for a name that is taken, TypeError if `make` cannot be called.
+    Raises InvalidArgument for a name that is taken, TypeError if `make` cannot be called.
     """
     _add("draft_core", _drafts, DraftCore(name, description, make))
 
@@ -129,15 +131,15 @@ def register_draft_core(name: str, make: Callable[[Any], Proposer], description:
 def register_verify_core(name: str, make: Callable[[Any], Verifier], description: str = "") -> None:
     """Add a verify core: `make(session)` returns a `Verifier` for that session. With it the text is what it decides.
 
-    Raises ValueError for a name that is taken, TypeError if `make` cannot be called.
+    Raises InvalidArgument for a name that is taken, TypeError if `make` cannot be called.
     """
     _add("verify_core", _verifiers, VerifyCore(name, description, make))
 
 
 def unregister(name: str) -> None:
-    """Forget a core that was registered. Raises ValueError for the engine's own and for unknown names."""
+    """Forget a core that was registered. Raises InvalidArgument for the engine's own and for unknown names."""
     for known in (_drafts, _verifiers):
         if name in known and known[name].make is not None:
             del known[name]
             return
-    raise ValueError(f"{name!r} is not a registered core")
+    raise InvalidArgument(f"{name!r} is not a registered core")

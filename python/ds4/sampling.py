@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4 import registry
+from ds4.errors import InvalidArgument
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -34,7 +35,7 @@ SUM_TOLERANCE = 1e-5  # how far the sum of a law may be from 1: a float32 softma
 
 def _check(name: str, value: Any, ok: bool, expected: str) -> None:
     if not ok:
-        raise ValueError(f"{name} is {value!r}; expected {expected}")
+        raise InvalidArgument(f"{name} is {value!r}; expected {expected}")
 
 
 def _check_number(name: str, value: Any, low: float, high: float) -> None:
@@ -55,7 +56,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class SamplerConfig:
-    """How tokens are drawn and speculated on. Frozen and checked: a wrong value raises ValueError with its name.
+    """How tokens are drawn and speculated on. Frozen and checked: a wrong value raises InvalidArgument with its name.
 
     Defaults are greedy text, with a depth that the engine chooses. Change a copy with `dataclasses.replace`.
     """
@@ -126,14 +127,14 @@ def adjust_logits(
     """Logits after bias, penalties and mask: float64 [V].
 
     logits [V]; counts int [V]: how often the text so far holds each token (for the penalties; None: not at all); mask bool
-    [V]: the tokens that may come (None: all). Raises ValueError for shapes that differ, a bias outside the vocabulary, NaN or
+    [V]: the tokens that may come (None: all). Raises InvalidArgument for shapes that differ, a bias outside the vocabulary, NaN or
     infinite logits, and when no token is left.
     """
     z = np.array(logits, np.float64)
     if z.ndim != 1 or not z.size:
-        raise ValueError(f"logits have shape {z.shape}; expected [V]")
+        raise InvalidArgument(f"logits have shape {z.shape}; expected [V]")
     if np.isnan(z).any() or (z == np.inf).any():
-        raise ValueError("logits: expected numbers below infinity")
+        raise InvalidArgument("logits: expected numbers below infinity")
     for token, value in config.bias_pairs:
         _check("logit_bias", token, token < len(z), f"token ids below {len(z)}")
         z[token] += value
@@ -146,7 +147,7 @@ def adjust_logits(
         _check("mask", allowed.shape, allowed.shape == z.shape, f"shape {z.shape}")
         z[~allowed] = -np.inf
     if not (z > -np.inf).any():
-        raise ValueError("no token is left: all are masked or banned")
+        raise InvalidArgument("no token is left: all are masked or banned")
     return z
 
 
@@ -275,9 +276,9 @@ def _rejection(p: Array, q: Array) -> tuple[Array, Array]:
 def _a_law(name: str, value: npt.ArrayLike) -> Array:
     p = np.asarray(value, np.float64)
     if p.ndim != 1 or not p.size:
-        raise ValueError(f"{name} has shape {p.shape}; expected [V]")
+        raise InvalidArgument(f"{name} has shape {p.shape}; expected [V]")
     if not (np.isfinite(p).all() and (p >= 0).all()):
-        raise ValueError(f"{name}: expected probabilities, 0 or more")
+        raise InvalidArgument(f"{name}: expected probabilities, 0 or more")
     _check(f"the sum of {name}", float(p.sum()), abs(p.sum() - 1) <= SUM_TOLERANCE, "1")
     return p
 
@@ -288,12 +289,12 @@ def _laws(target_p: npt.ArrayLike, draft_q: npt.ArrayLike, config: SamplerConfig
     single = p.ndim == 1 and q.ndim == 1
     p, q = (a[None, :] if a.ndim == 1 else a for a in (p, q))
     if p.ndim != 2 or q.ndim != 2 or p.shape[1] != q.shape[1] or len(p) != len(q) + (not single):
-        raise ValueError(
+        raise InvalidArgument(
             f"target_p has shape {np.shape(target_p)} and draft_q {np.shape(draft_q)}; expected [V] and [V], or [K+1, V] and [K, V]"
         )
     depth = 0 if config.draft_core == "none" else config.speculative_depth
     if depth != "auto" and len(q) > depth:
-        raise ValueError(f"draft_q has {len(q)} rows; draft_core {config.draft_core!r} with this depth drafts {depth}")
+        raise InvalidArgument(f"draft_q has {len(q)} rows; draft_core {config.draft_core!r} with this depth drafts {depth}")
     rows = [_a_law(f"target_p[{i}]", row) for i, row in enumerate(p)]
     return rows, [_a_law(f"draft_q[{i}]", row) for i, row in enumerate(q)], single
 
@@ -303,7 +304,7 @@ def accepted_law(target_p: npt.ArrayLike, draft_q: npt.ArrayLike, config: Sample
 
     target_p and draft_q as for `speculative_output_marginal`. Row i is for a cycle that comes to its draft i. With TV the
     total variation distance of p and q, the rate is 1 - TV for rejection and at least (1 - TV) / (1 + TV) for coupled. Raises
-    ValueError as `speculative_output_marginal` does.
+    InvalidArgument as `speculative_output_marginal` does.
     """
     p, q, single = _laws(target_p, draft_q, config)
     split = _coupled if config.scheme == "coupled" else _rejection
@@ -327,7 +328,7 @@ def speculative_output_marginal(target_p: npt.ArrayLike, draft_q: npt.ArrayLike,
     accepted draft or the target's token in place of a refused one, for i = K the token behind the last draft. Added up from
     those parts and *not* renormalised, so that mass which a scheme loses shows in the sum; equal to target_p up to rounding.
 
-    Raises ValueError for other shapes, for rows that are no laws (negative, not finite, sum not 1 within 1e-5) and for more
+    Raises InvalidArgument for other shapes, for rows that are no laws (negative, not finite, sum not 1 within 1e-5) and for more
     drafts than the config's depth.
     """
     p, q, single = _laws(target_p, draft_q, config)
