@@ -209,6 +209,16 @@ def test_trim_beyond_the_rewind_changes_nothing() -> None:
             assert cache.position == position + 2 * accepted - 4
 
 
+def test_drafts_can_be_dropped_without_any_rewind() -> None:
+    with Model.from_pretrained("small", threads=1, max_rewind=0) as model:
+        ids = model.encode(PROMPT)
+        expected = model.generate(ids, sampler_cfg=CONFIGS["margin 0"], max_tokens=LENGTH, stop="\n").tokens
+        prompt = len(ids)
+        with model.make_mtp_cache(CONFIGS["margin 0"]) as cache:
+            by_hand(model, cache, ids, len(expected), 3, commit=False)
+            assert ids[prompt:][: len(expected)] == expected
+
+
 def test_uncommitted_drafts_do_not_count(model: Model) -> None:
     ids = model.encode(PROMPT)
     with model.make_mtp_cache(SamplerConfig(margin=0)) as cache:

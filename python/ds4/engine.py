@@ -684,6 +684,10 @@ class Session:
         n = check(self._handle.call(lib.ds4_session_verify, token, _int_array(ids), len(ids), most, self._room))
         return list(self._room[0:n])
 
+    def keep(self, n: int) -> None:
+        """Keep the first n tokens of those that the last step committed: all is as if it had committed no more."""
+        check(self._handle.call(lib.ds4_session_keep, n))
+
     def step_logits(self, i: int) -> npt.NDArray[np.float32]:
         """Logits after the i-th token that the last step committed: float32 [V], a copy."""
         return self._copy_logits(lib.ds4_session_step_logits, i)

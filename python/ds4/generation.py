@@ -282,8 +282,6 @@ def pieces(session: Session, request: Request) -> Iterator[Piece]:
     settings, text = request.settings, Text(request.stops)
     if settings.gen.penalty_from is None:
         settings = replace(settings, gen=settings.gen._replace(penalty_from=session.position))
-    if request.stops:  # drafts behind a stop text are taken back
-        settings = replace(settings, depth=min(settings.depth, session.engine.info.max_rewind))
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
     left = request.max_tokens
@@ -291,7 +289,7 @@ def pieces(session: Session, request: Request) -> Iterator[Piece]:
     if finish is not None:
         yield Piece("", [], logprobs if request.logprobs else None, finish)
     while finish is None:
-        start, out = session.position, ""
+        out = ""
         before = session.logits() if request.logprobs else None
         block = session._step(token, left, settings)
         for i, token in enumerate(block):
@@ -302,7 +300,7 @@ def pieces(session: Session, request: Request) -> Iterator[Piece]:
             if not session.engine.is_eos(token):
                 out += text.feed(session.engine.piece(token))
             if text.stopped:
-                session.rewind(start + i + 1)
+                session.keep(i + 1)
                 finish = "stop"
                 break
         if finish is None:

@@ -84,12 +84,15 @@ class MTPCache:
     def trim(self, n: int = 0) -> None:
         """Drop the drafts that are not committed, then the last n committed tokens.
 
-        Raises RewindError, with nothing changed, if the session cannot go back so far (see `max_rewind`), InvalidArgument for a
-        negative n.
+        `trim()` can always be done; with an n, RewindError is raised, with nothing changed, if the session cannot go back so far
+        (`max_rewind` below the highest position it ever held, the drafts included). InvalidArgument for a negative n.
         """
         if n < 0:
             raise InvalidArgument(f"n is {n}; expected 0 or more")
-        self.session.rewind(self.position - n)
+        if n:
+            self.session.rewind(self.position - n)
+        elif self._drafts:
+            self.session.keep(1)
         self._drafts = None
 
     def close(self) -> None:
