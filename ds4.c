@@ -102,6 +102,15 @@ static int failed_as(ds4_error_kind kind) {
     return -1;
 }
 
+/* Memory runs out wherever it is asked for: whoever knows what for says it. */
+static int name_if_no_memory(const char *what) {
+    static const char text[] = "out of memory";
+    char reason[sizeof last_error];
+    if (memcmp(last_error, text, sizeof text - 1)) return -1;
+    memcpy(reason, last_error, sizeof reason);
+    return fail_as(DS4_NO_MEMORY, "%s: %.200s", what, reason);
+}
+
 const char *ds4_last_error(void) { return last_error; }
 ds4_error_kind ds4_last_error_kind(void) { return last_kind; }
 const char *ds4_version(void) { return DS4_VERSION; }
@@ -4159,8 +4168,10 @@ static model *model_load(const char *path, const char *head_path, bool internal_
     model *m = mem_new(sizeof *m);
     if (!m) return NULL;
     if (!(m->file = gguf_open(path)) || load_target(m)) goto bad;
-    if (head_path && !(m->head_file = gguf_open(head_path))) goto bad;
-    if ((head_path || internal_head) && load_head(m, !head_path)) goto bad;
+    if ((head_path && !(m->head_file = gguf_open(head_path))) || ((head_path || internal_head) && load_head(m, !head_path))) {
+        name_if_no_memory(head_path ? head_path : path);
+        goto bad;
+    }
     return m;
 bad:
     model_free(m);
@@ -6141,12 +6152,10 @@ static int load_tokenizer(ds4_engine *e, bool ids_only) {
     e->bos = source.bos;
     e->eos = source.eos;
     if ((e->tokens = tok_new(&source))) return 0;
-    if (!ids_only) {
-        char reason[sizeof last_error];
-        memcpy(reason, last_error, sizeof reason);
-        return fail("%s: %.800s", g->path, reason);
-    }
-    return 0;
+    if (ids_only && last_kind != DS4_NO_MEMORY) return 0;
+    char reason[sizeof last_error];
+    memcpy(reason, last_error, sizeof reason);
+    return fail_as(last_kind, "%s: %.800s", g->path, reason);
 }
 
 static int lock_memory(const gguf *g) {
@@ -6216,7 +6225,10 @@ ds4_engine *ds4_engine_new(const ds4_cfg *cfg) {
         return NULL;
     }
     ds4_engine *e = mem_new(sizeof *e);
-    if (!e) return NULL;
+    if (!e) {
+        name_if_no_memory(cfg->model_path);
+        return NULL;
+    }
     pthread_mutex_init(&e->run, NULL);
     e->kv_type = cfg->kv_type;
     e->chunk = cfg->prefill_chunk;
@@ -6228,6 +6240,7 @@ ds4_engine *ds4_engine_new(const ds4_cfg *cfg) {
     e->callback_ctx = cfg->callback_ctx;
     e->bos = e->eos = -1;
     if (engine_start(e, cfg)) {
+        name_if_no_memory(cfg->model_path);
         ds4_engine_free(e);
         return NULL;
     }
@@ -6404,7 +6417,8 @@ static void session_set_drafter(ds4_session *s, const drafter *d, void *ctx) {
 static ds4_session *session_new(ds4_engine *e, int ctx) {
     const config *c = &e->model->c;
     ds4_session *s = mem_new(sizeof *s);
-    if (!s) return NULL;
+    char what[64];
+    if (!s) goto bad;
     s->engine = e;
     s->ctx = ctx;
     s->max_rewind = e->max_rewind;
@@ -6432,6 +6446,8 @@ static ds4_session *session_new(ds4_engine *e, int ctx) {
     pthread_mutex_unlock(&e->run);
     return s;
 bad:
+    snprintf(what, sizeof what, "a session of %d tokens", ctx);
+    name_if_no_memory(what);
     ds4_session_free(s);
     return NULL;
 }
@@ -6740,6 +6756,7 @@ int ds4_batch_step(ds4_engine *e, ds4_batch_item *items, int n) {
         ds4_batch_item *it = &items[i];
         cycle *c = &e->cycles[i];
         *it->error = 0;
+        it->kind = DS4_OK;
         *c = (cycle){
             .s = it->session, .by = &it->session->by, .tokens = it->tokens, .n = it->n_tokens, .max = it->max, .item = it};
         c->result = cycle_error(c, check_cycle(c));
@@ -6965,7 +6982,7 @@ static int replace_file(const char *path, const uint8_t *data, size_t n) {
 int ds4_session_save(const ds4_session *s, const char *path) {
     size_t n = ds4_session_save_size(s);
     uint8_t *buf = mem_new(n);
-    int result = buf && ds4_session_save_mem(s, buf, n) ? replace_file(path, buf, n) : -1;
+    int result = buf && ds4_session_save_mem(s, buf, n) ? replace_file(path, buf, n) : name_if_no_memory(path);
     mem_free(buf);
     return result ? failed_as(DS4_SNAPSHOT_FAILED) : 0;
 }
@@ -6989,7 +7006,10 @@ int ds4_session_load(ds4_session *s, const char *path) {
         goto out;
     }
     size_t n = (size_t)st.st_size, at = 0;
-    if (!(buf = mem_new(n))) goto out;
+    if (!(buf = mem_new(n))) {
+        name_if_no_memory(path);
+        goto out;
+    }
     while (at < n) {
         ssize_t got = fault() ? (errno = EIO, -1) : read(fd, buf + at, n - at);
         if (got < 0 && errno == EINTR) continue;
@@ -7015,6 +7035,7 @@ ds4_session *ds4_session_fork(const ds4_session *s) {
                 !ds4_session_set_stops(copy, s->stops, s->n_stops, s->ignore_eos) && !ds4_session_set_gen(copy, &s->by.gen);
     mem_free(buf);
     if (!good) {
+        name_if_no_memory("a copy of a session");
         ds4_session_free(copy);
         return NULL;
     }
