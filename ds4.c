@@ -16,6 +16,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <float.h>
 #include <limits.h>
 #include <math.h>
 #include <pthread.h>
@@ -564,7 +565,8 @@ static double meta_number(const meta *m, uint64_t i) {
         READ(G_U16, uint16_t)
         READ(G_I16, int16_t)
         READ(G_U32, uint32_t)
-        READ(G_I32, int32_t) READ(G_F32, float) READ(G_U64, uint64_t) READ(G_I64, int64_t) READ(G_F64, double)
+        READ(G_I32, int32_t)
+        READ(G_F32, float) READ(G_U64, uint64_t) READ(G_I64, int64_t) READ(G_F64, double)
 #undef READ
             default : return NAN;
     }
@@ -5448,6 +5450,11 @@ static void count_to(const ds4_session *s, sampler *b, int to) {
     while (b->counted > to) b->counts[s->tokens[--b->counted]]--;
 }
 
+/* The logit of a token that bias or mask rule out: a number, so that argmax has an order for it. */
+#define FORBIDDEN (-FLT_MAX)
+
+static float max_float(float a, float b) { return a > b ? a : b; }
+
 /* Logits z of the token at `position` with penalties, bias and mask, in the engine's room; z itself if there are none. */
 static const float *adjusted(ds4_session *s, sampler *b, const float *z, int position) {
     ds4_engine *e = s->engine;
@@ -5461,7 +5468,10 @@ static const float *adjusted(ds4_session *s, sampler *b, const float *z, int pos
         for (int i = 0; i < V; i++)
             if (b->counts[i]) out[i] -= g->presence_penalty + (float)b->counts[i] * g->frequency_penalty;
     }
-    for (size_t i = 0; i < g->n_bias; i++) out[g->bias[i].token] += g->bias[i].bias;
+    for (size_t i = 0; i < g->n_bias; i++) {
+        float *to = &out[g->bias[i].token];
+        *to = max_float(*to + g->bias[i].bias, FORBIDDEN);
+    }
     if (g->mask) {
         memset(e->allowed, 1, (size_t)(unsigned)V);
         if (g->mask(g->mask_ctx, s->tokens, position, e->allowed)) {
@@ -5469,9 +5479,9 @@ static const float *adjusted(ds4_session *s, sampler *b, const float *z, int pos
             return NULL;
         }
         for (int i = 0; i < V; i++)
-            if (!e->allowed[i]) out[i] = -INFINITY;
+            if (!e->allowed[i]) out[i] = FORBIDDEN;
     }
-    for (int i = 0; i < V; i++) left += out[i] > -INFINITY;
+    for (int i = 0; i < V; i++) left += out[i] > FORBIDDEN;
     if (left) return out;
     fail("bias and mask leave no token at position %d", position);
     return NULL;
@@ -5531,7 +5541,7 @@ static candidate *law_of(const float *z, int n, const ds4_gen *g, candidate *roo
     int m = 0;
     for (int i = 0; i < n; i++) top = (double)z[i] > top ? (double)z[i] : top;
     for (int i = 0; i < n; i++) {
-        if (!(z[i] > -INFINITY)) continue; /* forbidden */
+        if (z[i] <= FORBIDDEN) continue;
         /* Relative to the best one, so that no temperature overflows it. */
         double x = ((double)z[i] - top) / (double)g->temperature;
         room[m++] = (candidate){x > -1e30 ? (float)x : -1e30f, i};
@@ -5545,7 +5555,7 @@ static int draw(const candidate *c, int n, uint64_t seed, int position) {
     enum { BOUNDS = 36 };
     double bounds[BOUNDS], best_score = -INFINITY;
     int best = -1;
-    for (int t = 0; t < BOUNDS; t++) bounds[t] = d_exp(-d_exp(-(double)t)) - 1e-9;
+    for (int t = 0; t < BOUNDS; t++) bounds[t] = n > 4 * BOUNDS ? d_exp(-d_exp(-(double)t)) - 1e-9 : 0;
     for (int i = 0; i < n; i++) {
         double u = uniform(seed, (uint64_t)position, (uint64_t)c[i].id), behind = best_score - (double)c[i].logit;
         if (behind > 0 && u < bounds[behind < BOUNDS - 1 ? (int)behind : BOUNDS - 1]) continue;
