@@ -105,7 +105,7 @@ class Session:
     """A session of an engine. Its engine closes it at the latest."""
 
     def __init__(self, engine: Engine, p: Any) -> None:
-        self.engine, self.p, self.scripts = engine, p, []
+        self.engine, self.p, self.scripts, self.gen = engine, p, [], []
         self.room = ffi.new("int[]", 1 << 15)
 
     def close(self) -> None:
@@ -234,6 +234,19 @@ class Session:
     @property
     def stats(self) -> Any:
         return lib.ds4_session_stats(self.p)
+
+
+def batch_step(engine: Engine, asked: list[tuple[Session, list[int], int]]) -> list[Any]:
+    """One ds4_batch_step of (session, tokens, max); for each what was committed, or its Failed. Raises if the call is refused."""
+    items = ffi.new("ds4_batch_item[]", len(asked) + 1)
+    keep = [(ffi.new("int[]", tokens), ffi.new("int[]", max(most, 1))) for _, tokens, most in asked]
+    for item, (s, tokens, most), (ids, out) in zip(items, asked, keep, strict=False):
+        item.session, item.tokens, item.n_tokens, item.max, item.out = s.p, ids, len(tokens), most, out
+    check(lib.ds4_batch_step(engine.p, items, len(asked)))
+    return [
+        Failed(ffi.string(item.error).decode()) if item.n < 0 else list(out[0 : item.n]) if most else tokens[: item.n]
+        for item, (_, tokens, most), (_, out) in zip(items, asked, keep, strict=False)
+    ]
 
 
 def bits(a: np.ndarray) -> np.ndarray:
