@@ -193,7 +193,7 @@ class EngineHandle:
         with self.lock:
             sessions = list(self.sessions.values())
             for session in sessions:
-                session.cancel()
+                session.cancelling(lib.ds4_session_cancel)
             for session in sessions:
                 with session.lock:
                     session.take()
@@ -222,16 +222,16 @@ class SessionHandle:
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(session, *args)`; a call from another thread waits for its turn."""
         self.check_open()
+        self.engine.free_dead()
         with self.lock:
             self.check_open()
             engine = self.engine
             return _run(_Call(engine, self.pointer, engine.log, engine.progress), function, self.pointer, *args)
 
-    def cancel(self) -> None:
-        """End the running call after the pass in work, and all later ones. Any thread."""
+    def cancelling(self, function: Callable[[Any], Any]) -> Any:
+        """`function(session)` of a function that may come from any thread at any time; None when the session is closed."""
         with self.alive:
-            if self.pointer is not None:
-                lib.ds4_session_cancel(self.pointer)
+            return None if self.pointer is None else function(self.pointer)
 
     def close(self) -> None:
         """End a call that runs in another thread after the pass in work, then free. A second time does nothing."""
@@ -241,7 +241,7 @@ class SessionHandle:
         if self.pointer is None or engine.forks != _forks:
             return
         with engine.lock:
-            self.cancel()
+            self.cancelling(lib.ds4_session_cancel)
             with self.lock:
                 self.discard()
 
@@ -267,5 +267,6 @@ def _inside(engine: EngineHandle) -> bool:
 
 
 def owned(owner: object, handle: EngineHandle | SessionHandle) -> None:
-    """Close the handle when its owner is collected or the program ends: sessions before their engines, being younger."""
-    weakref.finalize(owner, handle.discard)
+    """Close the handle when its owner is collected, an engine's also when the program ends: then threads may still compute in its
+    sessions, which a close ends and waits for."""
+    weakref.finalize(owner, handle.discard).atexit = isinstance(handle, EngineHandle)

@@ -706,16 +706,16 @@ class Session:
 
         Any thread; also from a callback or a signal handler.
         """
-        self._handle.cancel()
+        self._handle.cancelling(lib.ds4_session_cancel)
 
     def clear_cancel(self) -> None:
         """Let the session go on."""
-        self._handle.call(lib.ds4_session_clear_cancel)
+        self._handle.cancelling(lib.ds4_session_clear_cancel)
 
     @property
     def cancelled(self) -> bool:
         """Whether a cancel waits or ended the last call."""
-        return bool(self._handle.call(lib.ds4_session_cancelled))
+        return bool(self._handle.cancelling(lib.ds4_session_cancelled))
 
     # ---- generation ----
 
@@ -762,6 +762,7 @@ class Session:
                 before = self.cancelled
                 self.cancel()
                 await asyncio.wait([work])
+                work.exception()  # seen: that it was cancelled
                 if not before:
                     self.clear_cancel()
                 raise
