@@ -855,11 +855,11 @@ typedef struct kernels {
     void (*quantise)(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum);      /* one row */
     void (*dequantise)(uint32_t type, int64_t n, const uint8_t *w, float *out);                         /* one row */
     float (*dot)(int64_t n, const float *a, const float *b);
-    void (*dots)(int64_t n, const float *q, int64_t ldq, int m, const float *row, float *out, int64_t ldo);
-    /* out[h*ldo] = dot(q + h*ldq, row): many heads, one kv row */
     void (*axpy)(int64_t n, float a, const float *x, float *y);                 /* y = fma(a, x, y) */
-    void (*axpys)(int64_t n, const float *a, int64_t lda, int m, const float *x, float *y, int64_t ldy);
-    /* y_h = fma(a[h*lda], x, y_h): one kv row, many heads */
+    /* y_h = fma(a[h*lda + i], x_i, y_h) for i = 0, 1, .. m-1 in turn: kv rows x_i (ldx floats apart), heads y_h (n apart) */
+    void (*mix)(int64_t n, const float *a, int64_t lda, int heads, const float *x, int64_t ldx, int m, float *y);
+    /* y_i = y_i + relu(x_hi) * w_h for h = 0, 1, .. heads-1 in turn: x (heads, n) */
+    void (*relu_sum)(int64_t n, int heads, const float *w, const float *x, float *y);
     float (*sum_squares)(int64_t n, const float *x);
     void (*scale_mul)(int64_t n, float s, const float *x, const float *w, float *y);    /* y = (x*s)*w; w may be NULL */
     void (*softmax)(int64_t n, float *x, float sink, bool has_sink);            /* in place */
@@ -1279,6 +1279,17 @@ ALWAYS_INLINE void axpy_body(int64_t n, float a, const float *x, float *y) {
     for (int64_t i = 0; i < n; i++) y[i] = __builtin_fmaf(a, x[i], y[i]);
 }
 
+ALWAYS_INLINE void mix_body(int64_t n, const float *a, int64_t lda, int heads, const float *x, int64_t ldx, int m, float *y) {
+    for (int h = 0; h < heads; h++)
+        for (int i = 0; i < m; i++) axpy_body(n, a[h * lda + i], x + i * ldx, y + h * n);
+}
+
+/* NaN counts as 0. */
+ALWAYS_INLINE void relu_sum_body(int64_t n, int heads, const float *w, const float *x, float *y) {
+    for (int h = 0; h < heads; h++)
+        for (int64_t i = 0; i < n; i++) y[i] += w[h] * (x[h * n + i] > 0 ? x[h * n + i] : 0);
+}
+
 ALWAYS_INLINE void scale_mul_body(int64_t n, float s, const float *x, const float *w, float *y) {
     if (w == NULL)
         for (int64_t i = 0; i < n; i++) y[i] = x[i] * s;
@@ -1527,14 +1538,13 @@ static void mat_tiles(tile_fn *tile, int block, int64_t n, const uint8_t *w, siz
         }
 }
 
-/* out[h*ldo] = dot(q + h*ldq, row), with the tile for F32 weights: the row's numbers are the weights. */
-static void dot_tiles(tile_fn *tile, int64_t n, const float *q, int64_t ldq, int m, const float *row, float *out, int64_t ldo) {
+/* dot(a, b), with the tile for F32 weights. */
+static float dot_tile(tile_fn *tile, int64_t n, const float *a, const float *b) {
+    float out;
     tile_acts t;
-    for (int h = 0; h < m; h += TILE) {
-        const int count = m - h < TILE ? m - h : TILE;
-        for (int k = 0; k < count; k++) t.f[k] = q + (h + k) * ldq;
-        tile(n, (const uint8_t *)(const void *)row, 0, 1, &t, count, out + h * ldo, (size_t)ldo);
-    }
+    t.f[0] = b;
+    tile(n, (const uint8_t *)(const void *)a, 0, 1, &t, 1, &out, 1);
+    return out;
 }
 
 /* The tiles of every type, for one instruction set. */
@@ -1650,6 +1660,34 @@ INLINE_256 void floats_256(uint32_t type, const int O, const int J, int64_t n, c
 }
 
 FLOAT_TILE(float_tile_256, INLINE_256, floats_256)
+
+/* Part of mix_body with the sums in registers: H heads, 8 * C channels. */
+INLINE_256 void mix_part_256(const int H, const int C, int64_t n, const float *a, int64_t lda, const float *x, int64_t ldx,
+                             int m, float *y) {
+    __m256 sum[2][4];
+    UNROLL for (int h = 0; h < H; h++) UNROLL for (int c = 0; c < C; c++) sum[h][c] = _mm256_loadu_ps(y + h * n + 8 * c);
+    for (int i = 0; i < m; i++) {
+        __m256 v[4];
+        UNROLL for (int c = 0; c < C; c++) v[c] = _mm256_loadu_ps(x + i * ldx + 8 * c);
+        UNROLL for (int h = 0; h < H; h++) {
+            const __m256 w = _mm256_set1_ps(a[h * lda + i]);
+            UNROLL for (int c = 0; c < C; c++) sum[h][c] = _mm256_fmadd_ps(w, v[c], sum[h][c]);
+        }
+    }
+    UNROLL for (int h = 0; h < H; h++) UNROLL for (int c = 0; c < C; c++) _mm256_storeu_ps(y + h * n + 8 * c, sum[h][c]);
+}
+
+INLINE_256 void mix_256(int64_t n, const float *a, int64_t lda, int heads, const float *x, int64_t ldx, int m, float *y) {
+    int64_t c = 0;
+    for (; c + 32 <= n; c += 32) {
+        int h = 0;
+        for (; h + 2 <= heads; h += 2) mix_part_256(2, 4, n, a + h * lda, lda, x + c, ldx, m, y + h * n + c);
+        if (h < heads) mix_part_256(1, 4, n, a + h * lda, lda, x + c, ldx, m, y + h * n + c);
+    }
+    for (; c < n; c++)
+        for (int h = 0; h < heads; h++)
+            for (int i = 0; i < m; i++) y[h * n + c] = __builtin_fmaf(a[h * lda + i], x[i * ldx + c], y[h * n + c]);
+}
 
 /* As f16_load_body and f16_store_body, by the instructions that do it. */
 INLINE_256 void load_f16_256(int64_t n, const uint16_t *x, float *y) {
@@ -1916,6 +1954,18 @@ INLINE_512 float join_512(__m512 a) {
     return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
 }
 
+/* The same for four vectors: their first steps side by side, a vector's four sums after another's; then the last ones. */
+INLINE_512 __m512 fold_4_512(__m512 a, __m512 b, __m512 c, __m512 d) {
+    a = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    c = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, c, 0x88), _mm512_shuffle_f32x4(a, c, 0xdd));
+}
+INLINE_512 __m128 join_4_512(__m512 a) {
+    a = _mm512_add_ps(a, _mm512_permute_ps(a, 0x4e));
+    a = _mm512_add_ps(a, _mm512_permute_ps(a, 0xb1));
+    return _mm512_castps512_ps128(_mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), a));
+}
+
 INLINE_512 __mmask16 first_lanes(int64_t lanes) { return (__mmask16)(lanes >= LANES ? 0xffff : (1u << lanes) - 1); }
 
 /* 16 weights of a float type. */
@@ -1939,10 +1989,20 @@ INLINE_512 void floats_512(uint32_t type, const int O, const int J, int64_t n, c
             UNROLL for (int j = 0; j < J; j++) acc[o][j] = _mm512_fmadd_ps(a, v[j], acc[o][j]);
         }
     }
-    UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) {
-        float lanes[LANES], *to = out + (size_t)j * ldo + o;
-        _mm512_storeu_ps(lanes, acc[o][j]);
-        *to = i == n ? join_512(acc[o][j]) : float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
+    if (i < n) {
+        for (int o = 0; o < O; o++)
+            for (int j = 0; j < J; j++) {
+                float lanes[LANES];
+                _mm512_storeu_ps(lanes, acc[o][j]);
+                out[(size_t)j * ldo + (size_t)o] = float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
+            }
+    } else if (O == 4) {
+        UNROLL for (int j = 0; j < J; j++) {
+            const __m512 folded = fold_4_512(acc[0][j], acc[1][j], acc[2][j], acc[3][j]);
+            _mm_storeu_ps(out + (size_t)j * ldo, join_4_512(folded));
+        }
+    } else {
+        UNROLL for (int j = 0; j < J; j++) out[(size_t)j * ldo] = join_512(acc[0][j]);
     }
 }
 
@@ -2282,6 +2342,42 @@ INLINE_512 void q256_tile_512(uint32_t type, TILE_ARGS) {
     for (int o = 0; o < n_out; o++) q256_row_512(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
 }
 
+/* Part of mix_body with the sums in registers: H heads, 16 * C channels, of the last 16 those in `mask`. */
+INLINE_512 void mix_part_512(const int H, const int C, __mmask16 mask, int64_t n, const float *a, int64_t lda, const float *x,
+                             int64_t ldx, int m, float *y) {
+    __m512 sum[4][4];
+    UNROLL for (int h = 0; h < H; h++) UNROLL for (int c = 0; c < C; c++)
+        sum[h][c] = _mm512_maskz_loadu_ps(c + 1 < C ? 0xffff : mask, y + h * n + 16 * c);
+    for (int i = 0; i < m; i++) {
+        __m512 v[4];
+        UNROLL for (int c = 0; c < C; c++) v[c] = _mm512_maskz_loadu_ps(c + 1 < C ? 0xffff : mask, x + i * ldx + 16 * c);
+        UNROLL for (int h = 0; h < H; h++) {
+            const __m512 w = _mm512_set1_ps(a[h * lda + i]);
+            UNROLL for (int c = 0; c < C; c++) sum[h][c] = _mm512_fmadd_ps(w, v[c], sum[h][c]);
+        }
+    }
+    UNROLL for (int h = 0; h < H; h++) UNROLL for (int c = 0; c < C; c++)
+        _mm512_mask_storeu_ps(y + h * n + 16 * c, c + 1 < C ? 0xffff : mask, sum[h][c]);
+}
+
+INLINE_512 void mix_512(int64_t n, const float *a, int64_t lda, int heads, const float *x, int64_t ldx, int m, float *y) {
+    for (int64_t c = 0; c < n; c += 64)
+        for (int h = 0; h < heads;) {
+            const float *p = a + h * lda, *v = x + c;
+            float *to = y + h * n + c;
+            const int H = heads - h >= 4 ? 4 : 1;
+            if (n - c >= 64 && H == 4) mix_part_512(4, 4, 0xffff, n, p, lda, v, ldx, m, to);
+            else if (n - c >= 64) mix_part_512(1, 4, 0xffff, n, p, lda, v, ldx, m, to);
+            else
+                for (int64_t k = 0; k < n - c; k += 16) {
+                    const __mmask16 mask = first_lanes(n - c - k);
+                    if (H == 4) mix_part_512(4, 1, mask, n, p, lda, v + k, ldx, m, to + k);
+                    else mix_part_512(1, 1, mask, n, p, lda, v + k, ldx, m, to + k);
+                }
+            h += H;
+        }
+}
+
 TILE_SET(avx512, TARGET_AVX512, float_tile_512, q32_tile_512, q256_tile_512)
 #endif
 
@@ -2481,7 +2577,7 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
 /* ---- 4.10 One set of functions for each instruction set ----------------------------------------------------------- */
 
 /* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them. */
-#define KERNEL_SET(isa, attr, quantise_32, load_f16, store_f16)                                                                \
+#define KERNEL_SET(isa, attr, quantise_32, load_f16, store_f16, mix)                                                           \
     attr static void mat_##isa(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,          \
                                const int32_t *rows, int m, float *out, size_t ldo) {                                           \
         mat_tiles(tile_for(&tiles_##isa, type), type_find(type)->block, n, w, w_stride, n_out, x, rows, m, out, ldo);          \
@@ -2493,17 +2589,14 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
     attr static void dequantise_##isa(uint32_t type, int64_t n, const uint8_t *w, float *out) {                                \
         dequantise_body(type, n, w, out);                                                                                      \
     }                                                                                                                          \
-    attr static void dots_##isa(int64_t n, const float *q, int64_t ldq, int m, const float *row, float *out, int64_t ldo) {    \
-        dot_tiles(tiles_##isa.f32, n, q, ldq, m, row, out, ldo);                                                               \
-    }                                                                                                                          \
-    attr static float dot_##isa(int64_t n, const float *a, const float *b) {                                                   \
-        float out;                                                                                                             \
-        dots_##isa(n, a, n, 1, b, &out, 1);                                                                                    \
-        return out;                                                                                                            \
-    }                                                                                                                          \
+    attr static float dot_##isa(int64_t n, const float *a, const float *b) { return dot_tile(tiles_##isa.f32, n, a, b); }      \
     attr static void axpy_##isa(int64_t n, float a, const float *x, float *y) { axpy_body(n, a, x, y); }                       \
-    attr static void axpys_##isa(int64_t n, const float *a, int64_t lda, int m, const float *x, float *y, int64_t ldy) {       \
-        for (int h = 0; h < m; h++) axpy_body(n, a[h * lda], x, y + h * ldy);                                                  \
+    attr static void mix_##isa(int64_t n, const float *a, int64_t lda, int heads, const float *x, int64_t ldx, int m,          \
+                               float *y) {                                                                                     \
+        mix(n, a, lda, heads, x, ldx, m, y);                                                                                   \
+    }                                                                                                                          \
+    attr static void relu_sum_##isa(int64_t n, int heads, const float *w, const float *x, float *y) {                          \
+        relu_sum_body(n, heads, w, x, y);                                                                                      \
     }                                                                                                                          \
     attr static float sum_squares_##isa(int64_t n, const float *x) { return dot_##isa(n, x, x); }                              \
     attr static void scale_mul_##isa(int64_t n, float s, const float *x, const float *w, float *y) {                           \
@@ -2524,18 +2617,18 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
     attr static int64_t argmax_##isa(int64_t n, const float *x) { return argmax_body(n, x); }                                  \
     attr static bool all_finite_##isa(int64_t n, const float *x) { return all_finite_body(n, x); }                             \
     static const kernels kernels_##isa = {                                                                                     \
-        #isa,         mat_##isa,        quantise_##isa,    dequantise_##isa, dot_##isa,      dots_##isa,                       \
-        axpy_##isa,   axpys_##isa,      sum_squares_##isa, scale_mul_##isa,  softmax_##isa,  softmax_step_##isa,               \
+        #isa,         mat_##isa,        quantise_##isa,    dequantise_##isa, dot_##isa,      axpy_##isa,                       \
+        mix_##isa,    relu_sum_##isa,   sum_squares_##isa, scale_mul_##isa,  softmax_##isa,  softmax_step_##isa,               \
         swiglu_##isa, sigmoid_##isa,    f16_load_##isa,    f16_store_##isa,  fp8_load_##isa, fp8_store_##isa,                  \
         argmax_##isa, all_finite_##isa,                                                                                        \
     };
 
-KERNEL_SET(scalar, , quantise_32_body, f16_load_body, f16_store_body)
+KERNEL_SET(scalar, , quantise_32_body, f16_load_body, f16_store_body, mix_body)
 #if defined(__x86_64__)
-KERNEL_SET(avx2, TARGET_AVX2, quantise_32_256, load_f16_256, store_f16_256)
-KERNEL_SET(avx512, TARGET_AVX512, quantise_32_256, load_f16_256, store_f16_256)
+KERNEL_SET(avx2, TARGET_AVX2, quantise_32_256, load_f16_256, store_f16_256, mix_256)
+KERNEL_SET(avx512, TARGET_AVX512, quantise_32_256, load_f16_256, store_f16_256, mix_512)
 #elif defined(__aarch64__)
-KERNEL_SET(neon, TARGET_NEON, quantise_32_body, load_f16_neon, store_f16_neon)
+KERNEL_SET(neon, TARGET_NEON, quantise_32_body, load_f16_neon, store_f16_neon, mix_body)
 #endif
 
 /* ---- 4.11 The dispatch table -------------------------------------------------------------------------------------- */
@@ -4506,16 +4599,14 @@ static void kv_store(const kernels *k, const config *c, ds4_kv_type type, const 
     }
 }
 
-/* The row as float32: in place for f32, else unpacked into `room`. */
-static const float *kv_load(const kernels *k, const config *c, ds4_kv_type type, const uint8_t *row, float *room) {
+static void kv_load(const kernels *k, const config *c, ds4_kv_type type, const uint8_t *row, float *out) {
     int64_t n = c->head_dim, tail = c->rope_dim;
-    if (type == DS4_KV_F32) return (const float *)(const void *)row;
-    if (type == DS4_KV_F16) k->f16_load(n, (const uint16_t *)(const void *)row, room);
+    if (type == DS4_KV_F32) memcpy(out, row, (size_t)n * 4);
+    else if (type == DS4_KV_F16) k->f16_load(n, (const uint16_t *)(const void *)row, out);
     else {
-        k->f16_load(tail, (const uint16_t *)(const void *)row, room + n - tail);
-        k->fp8_load(n - tail, row + 2 * tail, row + 2 * tail + n - tail, room);
+        k->f16_load(tail, (const uint16_t *)(const void *)row, out + n - tail);
+        k->fp8_load(n - tail, row + 2 * tail, row + 2 * tail + n - tail, out);
     }
-    return room;
 }
 
 static size_t index_row_bytes(const config *c, ds4_kv_type type) { return (size_t)c->index_dim * (type == DS4_KV_F32 ? 4 : 2); }
@@ -4523,12 +4614,6 @@ static size_t index_row_bytes(const config *c, ds4_kv_type type) { return (size_
 static void index_store(const kernels *k, const config *c, ds4_kv_type type, const float *x, uint8_t *out) {
     if (type == DS4_KV_F32) memcpy(out, x, (size_t)c->index_dim * 4);
     else k->f16_store(c->index_dim, x, (uint16_t *)(void *)out);
-}
-
-static const float *index_load(const kernels *k, const config *c, ds4_kv_type type, const uint8_t *row, float *room) {
-    if (type == DS4_KV_F32) return (const float *)(const void *)row;
-    k->f16_load(c->index_dim, (const uint16_t *)(const void *)row, room);
-    return room;
 }
 
 static void cache_free(cache *c) {
@@ -4887,7 +4972,7 @@ typedef struct {
     int first, rows, tiles; /* rows of the group, and tiles of windows in each */
 } index_job;
 
-enum { INDEX_TILE = 256 };
+enum { INDEX_TILE = 128 };
 
 /* score(c) = sum_h w_h relu(q_h . index row c), for a tile of windows of one row. */
 static void score_windows(void *ctx, int64_t begin, int64_t end, int thread) {
@@ -4895,22 +4980,21 @@ static void score_windows(void *ctx, int64_t begin, int64_t end, int thread) {
     ds4_engine *e = j->p->e;
     const config *c = &e->model->c;
     const kernels *k = e->dev.k;
-    int heads = c->index_heads, width = c->index_dim;
-    float *dots = e->s.thread_room[thread], *room = dots + heads, factor = 1.0f / sqrtf((float)width * (float)heads);
+    const int heads = c->index_heads, width = c->index_dim;
+    const size_t row = e->sizes.index_row;
+    float *dots = e->s.thread_room[thread], *weights = dots + heads * INDEX_TILE;
     for (int64_t t = begin; t < end; t++) {
         int r = j->first + (int)(t / j->tiles), from = (int)(t % j->tiles) * INDEX_TILE;
         if (!picks_windows(j->p, r)) continue;
-        int to = min_int(from + INDEX_TILE, visible_windows(j->p, r));
-        const float *q = e->s.index_q + (int64_t)r * heads * width, *w = e->s.index_w + (int64_t)r * heads;
-        float *scores = e->s.index_scores + (int64_t)(r - j->first) * (e->ctx / 4 + 1);
-        for (int i = from; i < to; i++) {
-            const float *key =
-                index_load(k, c, e->kv_type, row_cache(j->p, r)->index_rows + (size_t)i * e->sizes.index_row, room);
-            k->dots(width, q, width, heads, key, dots, 1);
-            float score = 0;
-            for (int h = 0; h < heads; h++) score += w[h] * factor * (dots[h] > 0 ? dots[h] : 0);
-            scores[i] = score;
-        }
+        int n = min_int(INDEX_TILE, visible_windows(j->p, r) - from);
+        if (n <= 0) continue;
+        acts q = {.n = width, .f = e->s.index_q + (int64_t)r * heads * width};
+        k->mat(e->kv_type == DS4_KV_F32 ? T_F32 : T_F16, width, row_cache(j->p, r)->index_rows + (size_t)from * row, row, n, &q,
+               NULL, heads, dots, (size_t)n);
+        k->scale_mul(heads, 1.0f / sqrtf((float)width * (float)heads), e->s.index_w + (int64_t)r * heads, NULL, weights);
+        float *scores = e->s.index_scores + (int64_t)(r - j->first) * (e->ctx / 4 + 1) + from;
+        memset(scores, 0, (size_t)n * sizeof *scores);
+        k->relu_sum(n, heads, weights, dots, scores);
     }
 }
 
@@ -4961,46 +5045,72 @@ typedef struct {
     int groups, heads; /* head groups of a row, heads in each */
 } attention_job;
 
-/* Row i of those that row r sees: raw rows by ascending position, then compressed rows by ascending window. */
-static const float *seen_row(const pass *p, int r, int i, int raw_first, int raw_count, float *room) {
-    ds4_engine *e = p->e;
-    const cache *c = row_cache(p, r);
-    const uint8_t *at;
-    if (i < raw_count) at = c->raw + (size_t)((raw_first + i) % c->ring) * e->sizes.kv_row;
-    else {
-        int window = i - raw_count;
-        if (picks_windows(p, r)) window = e->s.selected[(int64_t)r * e->model->c.index_top_k + window];
-        at = c->rows + (size_t)window * e->sizes.kv_row;
+/* What row r sees: raw rows by ascending position, then compressed rows by ascending window. */
+typedef struct {
+    const cache *c;
+    int raw_first, raw, rows; /* first position and number of raw rows; rows in all */
+    const int32_t *picked; /* the windows the indexer picked; NULL: all of them */
+} view;
+
+static view row_view(const pass *p, int r) {
+    const config *c = &p->e->model->c;
+    int position = p->rows[r].position, first = max_int(0, position - c->window + 1);
+    view v = {.c = row_cache(p, r), .raw_first = first, .raw = position - first + 1};
+    v.picked = picks_windows(p, r) ? p->e->s.selected + (int64_t)r * c->index_top_k : NULL;
+    v.rows = v.raw + (v.picked ? c->index_top_k : visible_windows(p, r));
+    return v;
+}
+
+/* Rows seen are unpacked some at a time for all heads. Between them lies a vector more than they are wide, so that those of a
+ * width that is a power of two do not compete for the same places in the first cache. */
+enum { SEEN_TILE = 32, SEEN_GAP = 16 };
+
+/* Rows from..from+n-1 of a view as float32 (n, head_dim + SEEN_GAP). */
+static void load_seen(const ds4_engine *e, const view *v, int from, int n, float *tile) {
+    const config *c = &e->model->c;
+    for (int i = from; i < from + n; i++, tile += c->head_dim + SEEN_GAP) {
+        const uint8_t *row;
+        if (i < v->raw) row = v->c->raw + (size_t)((v->raw_first + i) % v->c->ring) * e->sizes.kv_row;
+        else row = v->c->rows + (size_t)(v->picked ? v->picked[i - v->raw] : i - v->raw) * e->sizes.kv_row;
+        kv_load(e->dev.k, c, e->kv_type, row, tile);
     }
-    return kv_load(e->dev.k, &e->model->c, e->kv_type, at, room);
+}
+
+/* Some heads of row r. Scores and sums have their order over the rows seen, whatever the tiles. */
+static void attend_heads(const pass *p, int r, int h0, int heads, float *room) {
+    ds4_engine *e = p->e;
+    const config *c = &e->model->c;
+    const kernels *k = e->dev.k;
+    const int d = c->head_dim, gap = d + SEEN_GAP;
+    const view v = row_view(p, r);
+    const acts q = {.n = d, .f = e->s.q + ((int64_t)r * c->n_heads + h0) * d};
+    float *tile = room, *scores = room + SEEN_TILE * gap, *out = e->s.attended + ((int64_t)r * c->n_heads + h0) * d;
+    for (int i = 0; i < v.rows; i += SEEN_TILE) {
+        int n = min_int(SEEN_TILE, v.rows - i);
+        load_seen(e, &v, i, n, tile);
+        k->mat(T_F32, d, (const uint8_t *)(const void *)tile, (size_t)gap * sizeof *tile, n, &q, NULL, heads, scores + i,
+               (size_t)v.rows);
+    }
+    for (int h = 0; h < heads; h++) {
+        float *score = scores + (int64_t)h * v.rows;
+        k->scale_mul(v.rows, 1.0f / sqrtf((float)d), score, NULL, score);
+        k->softmax(v.rows, score, p->l->sinks[h0 + h], true);
+    }
+    memset(out, 0, (size_t)heads * (size_t)d * sizeof *out);
+    for (int i = 0; i < v.rows; i += SEEN_TILE) {
+        int n = min_int(SEEN_TILE, v.rows - i);
+        if (v.rows > SEEN_TILE) load_seen(e, &v, i, n, tile);
+        k->mix(d, scores + i, v.rows, heads, tile, gap, n, out);
+    }
+    const float *table = (p->l->ratio ? e->s.rope_compressed : e->s.rope) + (int64_t)r * c->rope_dim;
+    for (int h = 0; h < heads; h++) rope(out + (int64_t)h * d + d - c->rope_dim, c->rope_dim / 2, table, -1);
 }
 
 static void attend(void *ctx, int64_t begin, int64_t end, int thread) {
     const attention_job *j = ctx;
-    const pass *p = j->p;
-    ds4_engine *e = p->e;
-    const config *c = &e->model->c;
-    const kernels *k = e->dev.k;
-    int d = c->head_dim;
-    float *room = e->s.thread_room[thread], *scores = room + d, factor = 1.0f / sqrtf((float)d);
-    const float *tables = p->l->ratio ? e->s.rope_compressed : e->s.rope;
     for (int64_t t = begin; t < end; t++) {
-        int r = (int)(t / j->groups), h0 = (int)(t % j->groups) * j->heads, heads = min_int(j->heads, c->n_heads - h0);
-        int position = p->rows[r].position, raw_first = max_int(0, position - c->window + 1),
-            raw_count = position - raw_first + 1;
-        int windows = visible_windows(p, r), seen = raw_count + (picks_windows(p, r) ? c->index_top_k : windows);
-        const float *q = e->s.q + ((int64_t)r * c->n_heads + h0) * d;
-        float *out = e->s.attended + ((int64_t)r * c->n_heads + h0) * d;
-        for (int i = 0; i < seen; i++) k->dots(d, q, d, heads, seen_row(p, r, i, raw_first, raw_count, room), scores + i, seen);
-        for (int h = 0; h < heads; h++) {
-            k->scale_mul(seen, factor, scores + (int64_t)h * seen, NULL, scores + (int64_t)h * seen);
-            k->softmax(seen, scores + (int64_t)h * seen, p->l->sinks[h0 + h], true);
-        }
-        memset(out, 0, (size_t)heads * (size_t)d * sizeof *out);
-        for (int i = 0; i < seen; i++)
-            k->axpys(d, scores + i, seen, heads, seen_row(p, r, i, raw_first, raw_count, room), out, d);
-        for (int h = 0; h < heads; h++)
-            rope(out + (int64_t)h * d + d - c->rope_dim, c->rope_dim / 2, tables + (int64_t)r * c->rope_dim, -1);
+        int h0 = (int)(t % j->groups) * j->heads, heads = min_int(j->heads, j->p->e->model->c.n_heads - h0);
+        if (heads > 0) attend_heads(j->p, (int)(t / j->groups), h0, heads, j->p->e->s.thread_room[thread]);
     }
 }
 
@@ -5014,11 +5124,11 @@ static void attention(const pass *p) {
         compress(p, &p->l->index, true, s->index_kv, s->index_gate);
         pick_windows(p);
     }
-    int threads = e->dev.pool->threads, groups = p->n >= 2 * threads ? 1 : min_int(threads, c->n_heads);
+    /* Pieces of at least 8 heads, so that unpacking the rows seen stays cheap beside what is done with them. */
+    int pieces = (4 * e->dev.pool->threads + p->n - 1) / p->n, groups = max_int(1, min_int(c->n_heads / 8, pieces));
     attention_job job = {p, groups, (c->n_heads + groups - 1) / groups};
     int64_t work = 0;
-    for (int r = 0; r < p->n; r++)
-        work += (min_int(p->rows[r].position + 1, c->window) + visible_windows(p, r)) * (int64_t)c->n_heads * c->head_dim / 8;
+    for (int r = 0; r < p->n; r++) work += (int64_t)row_view(p, r).rows * c->n_heads * c->head_dim / 16;
     pool_run(e->dev.pool, (int64_t)p->n * groups, work < 20000 ? (int64_t)p->n * groups : 1, attend, &job);
     int lows = c->o_groups * c->o_rank;
     input_set(&s->in_heads, s->attended, p->n * c->o_groups);
@@ -5253,10 +5363,10 @@ static size_t thread_floats(const config *c, int ctx) {
         if (c->ratio[i] == 4 && seen > c->index_top_k) seen = c->index_top_k;
         if (seen > windows) windows = seen;
     }
-    int64_t attention = c->head_dim + (min_int(c->window, ctx) + windows) * c->n_heads,
-            widest = max_int(c->head_dim, c->index_dim);
-    int64_t others = 3 * widest + c->rope_dim + c->index_heads + widest;
-    return (size_t)(attention > others ? attention : others) + 64;
+    int64_t attention = SEEN_TILE * (c->head_dim + SEEN_GAP) + (min_int(c->window, ctx) + windows) * c->n_heads;
+    int64_t index = c->index_heads * (INDEX_TILE + 1), window = 3 * max_int(c->head_dim, c->index_dim) + c->rope_dim;
+    int64_t most = attention > index ? attention : index;
+    return (size_t)(most > window ? most : window) + 64;
 }
 
 static int scratch_new(scratch *s, const config *c, int rows, int threads, int ctx, bool head) {

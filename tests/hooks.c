@@ -51,9 +51,7 @@ void hook_raw_row(const ds4_session *s, int at_layer, int position, float *out);
 void hook_raw_row(const ds4_session *s, int at_layer, int position, float *out) {
     const ds4_engine *e = s->engine;
     const cache *c = &s->caches[at_layer];
-    const float *row_values =
-        kv_load(e->dev.k, &e->model->c, e->kv_type, c->raw + (size_t)(position % c->ring) * e->sizes.kv_row, out);
-    if (row_values != out) memcpy(out, row_values, (size_t)e->model->c.head_dim * sizeof *out);
+    kv_load(e->dev.k, &e->model->c, e->kv_type, c->raw + (size_t)(position % c->ring) * e->sizes.kv_row, out);
 }
 
 #ifdef DS4_FAULTS

@@ -454,14 +454,14 @@ def test_vector_functions_give_the_same_bits_everywhere(kern: Kernels, plain: Ke
 
         def run(k: Kernels, n: int = n, a: Any = a, b: Any = b, heads: Any = heads, weights: Any = weights) -> list[Any]:
             out: list[Any] = [k.value("dot", f32, i64(n), a, b), k.value("sum_squares", f32, i64(n), a)]
-            y: np.ndarray = np.zeros((5, 2), np.float32)
-            k("dots", i64(n), heads, i64(n + 3), 5, a, y, i64(2))
-            out.append(y)
-            y = b.copy()
+            y: np.ndarray = b.copy()
             k("axpy", i64(n), f32(0.37), a, y)
             out.append(y)
-            y = heads.copy()
-            k("axpys", i64(n), weights, i64(4), 5, a, y, i64(n + 3))
+            y = np.stack([a, b] * 3)[:5]
+            k("mix", i64(n), weights, i64(4), 5, heads, i64(n + 3), 3, y)
+            out.append(y)
+            y = np.zeros(n, np.float32)
+            k("relu_sum", i64(n), 5, weights, np.ascontiguousarray(heads[:, :n]), y)
             out.append(y)
             for w in (b, None):
                 y = np.empty(n, np.float32)
@@ -481,11 +481,13 @@ def test_vector_functions_give_the_same_bits_everywhere(kern: Kernels, plain: Ke
 
         got, want = run(kern), run(plain)
         assert got[0] == float_dot(a, b) and got[1] == float_dot(a, a)
-        assert all(v == float_dot(h[:n], a) for v, h in zip(got[2][:, 0], heads, strict=True))
-        assert same(got[3], fma32(np.full(n, 0.37, np.float32), a, b))
+        mixed, total = np.stack([a, b] * 3)[:5], np.zeros(n, np.float32)
+        for i in range(3):
+            mixed = fma32(np.repeat(weights[:, i : i + 1], n, 1), np.repeat(heads[i : i + 1, :n], 5, 0), mixed)
         for h in range(5):
-            assert same(got[4][h, :n], fma32(np.full(n, weights[h, 0]), a, heads[h, :n]))
-            assert same(got[4][h, n:], heads[h, n:])
+            total = total + weights.flat[h] * np.maximum(heads[h, :n], 0)
+        assert same(got[2], fma32(np.full(n, 0.37, np.float32), a, b))
+        assert same(got[3], mixed) and same(got[4], total)
         assert same(got[5], a * np.float32(1.7) * b) and same(got[6], a * np.float32(1.7))
         for x, y in zip(got, want, strict=True):
             assert x == y if isinstance(x, float) else same(x, y)
