@@ -16,6 +16,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <float.h>
 #include <limits.h>
 #include <math.h>
 #include <pthread.h>
@@ -100,6 +101,15 @@ __attribute__((format(printf, 2, 3))) static void set_error(ds4_error_kind kind,
 static int failed_as(ds4_error_kind kind) {
     if (last_kind == DS4_INVALID) last_kind = kind;
     return -1;
+}
+
+/* Memory runs out wherever it is asked for: whoever knows what for says it. */
+static int name_if_no_memory(const char *what) {
+    static const char text[] = "out of memory";
+    char reason[sizeof last_error];
+    if (memcmp(last_error, text, sizeof text - 1)) return -1;
+    memcpy(reason, last_error, sizeof reason);
+    return fail_as(DS4_NO_MEMORY, "%s: %.200s", what, reason);
 }
 
 const char *ds4_last_error(void) { return last_error; }
@@ -555,7 +565,8 @@ static double meta_number(const meta *m, uint64_t i) {
         READ(G_U16, uint16_t)
         READ(G_I16, int16_t)
         READ(G_U32, uint32_t)
-        READ(G_I32, int32_t) READ(G_F32, float) READ(G_U64, uint64_t) READ(G_I64, int64_t) READ(G_F64, double)
+        READ(G_I32, int32_t)
+        READ(G_F32, float) READ(G_U64, uint64_t) READ(G_I64, int64_t) READ(G_F64, double)
 #undef READ
             default : return NAN;
     }
@@ -4252,8 +4263,10 @@ static model *model_load(const char *path, const char *head_path, bool internal_
     model *m = mem_new(sizeof *m);
     if (!m) return NULL;
     if (!(m->file = gguf_open(path)) || load_target(m)) goto bad;
-    if (head_path && !(m->head_file = gguf_open(head_path))) goto bad;
-    if ((head_path || internal_head) && load_head(m, !head_path)) goto bad;
+    if ((head_path && !(m->head_file = gguf_open(head_path))) || ((head_path || internal_head) && load_head(m, !head_path))) {
+        name_if_no_memory(head_path ? head_path : path);
+        goto bad;
+    }
     return m;
 bad:
     model_free(m);
@@ -5547,6 +5560,11 @@ static void count_to(const ds4_session *s, sampler *b, int to) {
     while (b->counted > to) b->counts[s->tokens[--b->counted]]--;
 }
 
+/* The logit of a token that bias or mask rule out: a number, so that argmax has an order for it. */
+#define FORBIDDEN (-FLT_MAX)
+
+static float max_float(float a, float b) { return a > b ? a : b; }
+
 /* Logits z of the token at `position` with penalties, bias and mask, in the engine's room; z itself if there are none. */
 static const float *adjusted(ds4_session *s, sampler *b, const float *z, int position) {
     ds4_engine *e = s->engine;
@@ -5560,7 +5578,10 @@ static const float *adjusted(ds4_session *s, sampler *b, const float *z, int pos
         for (int i = 0; i < V; i++)
             if (b->counts[i]) out[i] -= g->presence_penalty + (float)b->counts[i] * g->frequency_penalty;
     }
-    for (size_t i = 0; i < g->n_bias; i++) out[g->bias[i].token] += g->bias[i].bias;
+    for (size_t i = 0; i < g->n_bias; i++) {
+        float *to = &out[g->bias[i].token];
+        *to = max_float(*to + g->bias[i].bias, FORBIDDEN);
+    }
     if (g->mask) {
         memset(e->allowed, 1, (size_t)(unsigned)V);
         if (g->mask(g->mask_ctx, s->tokens, position, e->allowed)) {
@@ -5568,9 +5589,9 @@ static const float *adjusted(ds4_session *s, sampler *b, const float *z, int pos
             return NULL;
         }
         for (int i = 0; i < V; i++)
-            if (!e->allowed[i]) out[i] = -INFINITY;
+            if (!e->allowed[i]) out[i] = FORBIDDEN;
     }
-    for (int i = 0; i < V; i++) left += out[i] > -INFINITY;
+    for (int i = 0; i < V; i++) left += out[i] > FORBIDDEN;
     if (left) return out;
     fail("bias and mask leave no token at position %d", position);
     return NULL;
@@ -5630,7 +5651,7 @@ static candidate *law_of(const float *z, int n, const ds4_gen *g, candidate *roo
     int m = 0;
     for (int i = 0; i < n; i++) top = (double)z[i] > top ? (double)z[i] : top;
     for (int i = 0; i < n; i++) {
-        if (!(z[i] > -INFINITY)) continue; /* forbidden */
+        if (z[i] <= FORBIDDEN) continue;
         /* Relative to the best one, so that no temperature overflows it. */
         double x = ((double)z[i] - top) / (double)g->temperature;
         room[m++] = (candidate){x > -1e30 ? (float)x : -1e30f, i};
@@ -5644,7 +5665,7 @@ static int draw(const candidate *c, int n, uint64_t seed, int position) {
     enum { BOUNDS = 36 };
     double bounds[BOUNDS], best_score = -INFINITY;
     int best = -1;
-    for (int t = 0; t < BOUNDS; t++) bounds[t] = d_exp(-d_exp(-(double)t)) - 1e-9;
+    for (int t = 0; t < BOUNDS; t++) bounds[t] = n > 4 * BOUNDS ? d_exp(-d_exp(-(double)t)) - 1e-9 : 0;
     for (int i = 0; i < n; i++) {
         double u = uniform(seed, (uint64_t)position, (uint64_t)c[i].id), behind = best_score - (double)c[i].logit;
         if (behind > 0 && u < bounds[behind < BOUNDS - 1 ? (int)behind : BOUNDS - 1]) continue;
@@ -6251,12 +6272,10 @@ static int load_tokenizer(ds4_engine *e, bool ids_only) {
     e->bos = source.bos;
     e->eos = source.eos;
     if ((e->tokens = tok_new(&source))) return 0;
-    if (!ids_only) {
-        char reason[sizeof last_error];
-        memcpy(reason, last_error, sizeof reason);
-        return fail("%s: %.800s", g->path, reason);
-    }
-    return 0;
+    if (ids_only && last_kind != DS4_NO_MEMORY) return 0;
+    char reason[sizeof last_error];
+    memcpy(reason, last_error, sizeof reason);
+    return fail_as(last_kind, "%s: %.800s", g->path, reason);
 }
 
 static int lock_memory(const gguf *g) {
@@ -6326,7 +6345,10 @@ ds4_engine *ds4_engine_new(const ds4_cfg *cfg) {
         return NULL;
     }
     ds4_engine *e = mem_new(sizeof *e);
-    if (!e) return NULL;
+    if (!e) {
+        name_if_no_memory(cfg->model_path);
+        return NULL;
+    }
     pthread_mutex_init(&e->run, NULL);
     e->kv_type = cfg->kv_type;
     e->chunk = cfg->prefill_chunk;
@@ -6338,6 +6360,7 @@ ds4_engine *ds4_engine_new(const ds4_cfg *cfg) {
     e->callback_ctx = cfg->callback_ctx;
     e->bos = e->eos = -1;
     if (engine_start(e, cfg)) {
+        name_if_no_memory(cfg->model_path);
         ds4_engine_free(e);
         return NULL;
     }
@@ -6514,7 +6537,8 @@ static void session_set_drafter(ds4_session *s, const drafter *d, void *ctx) {
 static ds4_session *session_new(ds4_engine *e, int ctx) {
     const config *c = &e->model->c;
     ds4_session *s = mem_new(sizeof *s);
-    if (!s) return NULL;
+    char what[64];
+    if (!s) goto bad;
     s->engine = e;
     s->ctx = ctx;
     s->max_rewind = e->max_rewind;
@@ -6542,6 +6566,8 @@ static ds4_session *session_new(ds4_engine *e, int ctx) {
     pthread_mutex_unlock(&e->run);
     return s;
 bad:
+    snprintf(what, sizeof what, "a session of %d tokens", ctx);
+    name_if_no_memory(what);
     ds4_session_free(s);
     return NULL;
 }
@@ -6850,6 +6876,7 @@ int ds4_batch_step(ds4_engine *e, ds4_batch_item *items, int n) {
         ds4_batch_item *it = &items[i];
         cycle *c = &e->cycles[i];
         *it->error = 0;
+        it->kind = DS4_OK;
         *c = (cycle){
             .s = it->session, .by = &it->session->by, .tokens = it->tokens, .n = it->n_tokens, .max = it->max, .item = it};
         c->result = cycle_error(c, check_cycle(c));
@@ -7075,7 +7102,7 @@ static int replace_file(const char *path, const uint8_t *data, size_t n) {
 int ds4_session_save(const ds4_session *s, const char *path) {
     size_t n = ds4_session_save_size(s);
     uint8_t *buf = mem_new(n);
-    int result = buf && ds4_session_save_mem(s, buf, n) ? replace_file(path, buf, n) : -1;
+    int result = buf && ds4_session_save_mem(s, buf, n) ? replace_file(path, buf, n) : name_if_no_memory(path);
     mem_free(buf);
     return result ? failed_as(DS4_SNAPSHOT_FAILED) : 0;
 }
@@ -7099,7 +7126,10 @@ int ds4_session_load(ds4_session *s, const char *path) {
         goto out;
     }
     size_t n = (size_t)st.st_size, at = 0;
-    if (!(buf = mem_new(n))) goto out;
+    if (!(buf = mem_new(n))) {
+        name_if_no_memory(path);
+        goto out;
+    }
     while (at < n) {
         ssize_t got = fault() ? (errno = EIO, -1) : read(fd, buf + at, n - at);
         if (got < 0 && errno == EINTR) continue;
@@ -7125,6 +7155,7 @@ ds4_session *ds4_session_fork(const ds4_session *s) {
                 !ds4_session_set_stops(copy, s->stops, s->n_stops, s->ignore_eos) && !ds4_session_set_gen(copy, &s->by.gen);
     mem_free(buf);
     if (!good) {
+        name_if_no_memory("a copy of a session");
         ds4_session_free(copy);
         return NULL;
     }

@@ -217,14 +217,15 @@ typedef struct {
     ds4_cfg cfg;                       /* filled in as far as an option sets a member of its own */
     const char *prompt, *prompt_file, *prompt_ids, *system, *session;
     const char *stats_json, *logprobs, *logits, *head_logits, *perplexity;
-    Strings stops;
+    Strings stops, biases;
+    ds4_bias *bias;                    /* what `biases` say */
     float margin, env_margin;          /* -1: not given; the second from the environment */
     int draft;                         /* 0: not given */
     int max_rewind;                    /* -1: not given */
     int tokens;                        /* TOKENS_DEFAULT: not given */
     int bench_runs;                    /* 0: not given */
     const char *bench_ctx, *csv, *json;/* of --bench */
-    int kv_type, isa, backend;         /* index into the names below */
+    int kv_type, isa, backend, scheme; /* index into the names below */
     int think;                         /* ds4_think */
     bool raw_prompt, rendered, ignore_eos;
     bool bench, inspect, inspect_tensors, dump_tokens, print_ids, stats, quiet;
@@ -237,6 +238,7 @@ enum { MAX_TOKENS = 1 << 24, TOKENS_DEFAULT = -2, BASE_MODEL_TOKENS = 512, BENCH
 static const char *const kv_type_names[] = {"f32", "f16", "fp8", NULL};       /* in the order of ds4_kv_type */
 static const char *const isa_names[] = {"auto", "scalar", "avx2", "avx512", "neon", NULL};
 static const char *const backend_names[] = {"cpu", NULL};
+static const char *const scheme_names[] = {"coupled", "rejection", NULL};     /* in the order of ds4_scheme */
 
 typedef enum {
     FLAG,                              /* bool, no value */
@@ -274,6 +276,7 @@ static const Option options[] = {
     {"--glm-mtp", NULL, FLAG, AT(cfg.mtp_internal), 0, 0, NULL},
     {"--mtp-draft", NULL, WHOLE, AT(draft), 1, DS4_MAX_DRAFT, NULL},
     {"--mtp-margin", NULL, REAL, AT(margin), 0, 1000, NULL},
+    {"--mtp-sampling", NULL, NAME, AT(scheme), 0, 0, scheme_names},
 
     {"--prompt", "-p", TEXT, AT(prompt), 0, 0, NULL},
     {"--prompt-file", NULL, TEXT, AT(prompt_file), 0, 0, NULL},
@@ -291,6 +294,9 @@ static const Option options[] = {
     {"--top-k", NULL, WHOLE, AT(cfg.gen.top_k), 0, MAX_TOKENS, NULL},
     {"--top-p", NULL, REAL, AT(cfg.gen.top_p), 0, 1, NULL},
     {"--min-p", NULL, REAL, AT(cfg.gen.min_p), 0, 1, NULL},
+    {"--presence-penalty", NULL, REAL, AT(cfg.gen.presence_penalty), -100, 100, NULL},
+    {"--frequency-penalty", NULL, REAL, AT(cfg.gen.frequency_penalty), -100, 100, NULL},
+    {"--logit-bias", NULL, LIST, AT(biases), 0, 0, NULL},
     {"--seed", NULL, SEED, AT(cfg.gen.seed), 0, 0, NULL},
     {"--stop", NULL, LIST, AT(stops), 0, 0, NULL},
     {"--ignore-eos", NULL, FLAG, AT(ignore_eos), 0, 0, NULL},
@@ -468,6 +474,26 @@ static void check_bench(const Options *opt) {
         misuse("--bench: not with --session, --stop, --print-ids, --stats, --stats-json or --dump-logprobs");
 }
 
+/* "ID:BIAS" for each --logit-bias. Whether the vocabulary has the token is seen when the model is open. */
+static void read_biases(Options *opt) {
+    size_t n = opt->biases.len;
+    size_t cap = 0;
+    opt->bias = n ? grown(NULL, &cap, n, sizeof *opt->bias) : NULL;
+    for (size_t i = 0; i < n; i++) {
+        const char *text = opt->biases.data[i], *colon = strchr(text, ':');
+        char id[16] = "";
+        ds4_bias *b = &opt->bias[i];
+        *b = (ds4_bias){0};
+        if (colon && colon - text < (ptrdiff_t)sizeof id) memcpy(id, text, (size_t)(colon - text));
+        bool forbids = colon && !strcmp(colon + 1, "-inf");
+        if (!*id || !parse_whole(id, 0, MAX_TOKENS, &b->token) || (!forbids && !parse_real(colon + 1, -1000, 1000, &b->bias)))
+            misuse("--logit-bias \"%s\": expected ID:BIAS, a token id and a number from -1000 to 1000 or -inf", text);
+        if (forbids) b->bias = -INFINITY;
+    }
+    opt->cfg.gen.bias = opt->bias;
+    opt->cfg.gen.n_bias = n;
+}
+
 /* Combinations that cannot be meant. */
 static void check_options(const Options *opt) {
     bool head = opt->cfg.mtp_path || opt->cfg.mtp_internal;
@@ -528,8 +554,10 @@ static void finish_cfg(Options *opt, const char *argv0) {
     if (!cfg->model_path) cfg->model_path = default_model(argv0, &opt->bundled);
     cfg->kv_type = (ds4_kv_type)opt->kv_type;
     cfg->isa = isa_names[opt->isa];
+    cfg->gen.scheme = (ds4_scheme)opt->scheme;
+    read_biases(opt);
     if (opt->draft) cfg->mtp_draft = opt->draft;
-    if (!head || cfg->gen.temperature > 0) cfg->mtp_draft = 0;
+    if (!head) cfg->mtp_draft = 0;
     if (opt->margin >= 0) cfg->mtp_margin = opt->margin;
     if (opt->env_margin >= 0) cfg->mtp_margin = opt->env_margin;
     bool generates = !dumps_logits(opt) || opt->tokens != TOKENS_DEFAULT;
@@ -710,8 +738,6 @@ static void say_notes(const App *app) {
     bool head = opt->cfg.mtp_path || opt->cfg.mtp_internal;
     if (opt->bundled) note("no model given: using the small one that comes with ds4 (-m FILE for another)");
     if (!head && (opt->draft || opt->margin >= 0)) note("without a head (--mtp FILE or --glm-mtp) nothing is drafted");
-    if (head && opt->cfg.gen.temperature > 0)
-        note("speculation is off: it is greedy only, and --temp is %g", (double)opt->cfg.gen.temperature);
     if (app->info.base_model) {
         if (opt->think != DS4_THINK_OFF) note("the model has no chat template: it does not know how to think");
         return;
@@ -1013,7 +1039,7 @@ static bool generate_step(App *app, Out *out, int max, Answer *answer) {
         answer->finish = "length";
         return false;
     }
-    int token = app->opt.cfg.gen.temperature > 0 ? ds4_session_sample(s, NULL) : ds4_session_argmax(s);
+    int token = ds4_session_next(s);
     if (token >= 0 && ds4_session_is_stop(s, token)) {
         answer->finish = "eos";
         return false;
@@ -1047,6 +1073,9 @@ static bool generate_step(App *app, Out *out, int max, Answer *answer) {
 /* Generates behind what the session holds, at most `max` tokens. */
 static Answer generate(App *app, Out *out, int max) {
     Answer answer = {.finish = "length", .prompt = (size_t)ds4_session_position(app->session)};
+    ds4_gen gen = app->opt.cfg.gen;
+    gen.penalty_from = ds4_session_position(app->session); /* penalties are for what the answer repeats, not the prompt */
+    if (ds4_session_set_gen(app->session, &gen)) fail("%s", ds4_last_error());
     double start = now_ms();
     while (generate_step(app, out, max, &answer))
         if (interrupted) {             /* between two calls */
@@ -1127,6 +1156,8 @@ static void json_setup(const App *app, FILE *f) {
     fprintf(f, "  \"temperature\": %g,\n  \"top_k\": %d,\n  \"top_p\": %g,\n  \"min_p\": %g,\n  \"seed\": %llu,\n",
             (double)cfg->gen.temperature, cfg->gen.top_k, (double)cfg->gen.top_p, (double)cfg->gen.min_p,
             (unsigned long long)cfg->gen.seed);
+    fprintf(f, "  \"presence_penalty\": %g,\n  \"frequency_penalty\": %g,\n  \"mtp_sampling\": \"%s\",\n",
+            (double)cfg->gen.presence_penalty, (double)cfg->gen.frequency_penalty, scheme_names[cfg->gen.scheme]);
     fprintf(f, "  \"load_ms\": %.3f,\n", app->load_ms);
 }
 

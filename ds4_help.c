@@ -24,12 +24,14 @@ const char *const ds4_help_cli[] = {
 "      --mlock            lock the weights in memory (off)\n"
 "      --backend NAME     cpu (cpu)\n",
 
-"\nSpeculation (greedy text only: with --temp above 0 it is off, and a note says so)\n"
+"\nSpeculation (trades speed only, never the text)\n"
 "      --mtp FILE         head GGUF for the target, in ds4's or llama.cpp's layout (none)\n"
-"      --glm-mtp          use the head inside the target's own file (off); greedy only\n"
+"      --glm-mtp          use the head inside the target's own file (off)\n"
 "      --mtp-draft N      tokens drafted ahead each cycle, 1 to 16 (1)\n"
 "      --mtp-margin F     lead in logits, 0 to 1000, that a drafted token needs over the runner-up to be taken from the\n"
-"                         batch (3.0); 0 takes every match. It trades speed only, never the text.\n",
+"                         batch (3.0); 0 takes every match. For greedy text; sampled drafts need no margin.\n"
+"      --mtp-sampling NAME  how drafts are judged with --temp above 0: coupled (coupled), a seed's text is then the text\n"
+"                         without a head; or rejection, the same law, but a seed's text depends on the depth\n",
 
 "\nPrompt (at most one of -p, --prompt-file and --prompt-ids)\n"
 "  -p, --prompt TEXT      the prompt: a user turn if the model has a chat template, plain text if it has none\n"
@@ -52,6 +54,9 @@ const char *const ds4_help_cli[] = {
 "      --top-k N          keep the N most likely tokens, 0 to 16777216 (0: all)\n"
 "      --top-p F          keep the most likely tokens until their sum is F, 0 to 1 (1: all)\n"
 "      --min-p F          keep tokens at least F times as likely as the first, 0 to 1 (0: all)\n"
+"      --presence-penalty F   taken off the logit of each token that the answer holds, -100 to 100 (0)\n"
+"      --frequency-penalty F  taken off it for each time that the answer holds it, -100 to 100 (0)\n"
+"      --logit-bias ID:F  added to the logit of token ID, -1000 to 1000, or -inf to forbid it; may be given many times (none)\n"
 "      --seed N           same seed, same text, 0 to 18446744073709551615 (0)\n"
 "      --stop TEXT        end the answer before TEXT, wherever tokens divide it; may be given many times (none)\n"
 "      --ignore-eos       go on after the end-of-text token, which is not printed (off)\n",

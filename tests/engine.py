@@ -38,6 +38,24 @@ if FAULTS:
 lib: Any = ffi.dlopen(str(make("build/hooks_faults.so" if FAULTS else "build/hooks.so")))
 
 
+SCHEMES = {"coupled": 0, "rejection": 1}
+
+
+def gen_of(**options: Any) -> tuple[Any, list[Any]]:
+    """A ds4_gen from its fields, and what must live as long. bias: dict; mask: a function (tokens, allowed uint8 [V])."""
+    gen, keep = ffi.new("ds4_gen *"), []
+    gen.top_p = 1
+    for name, value in options.items():
+        if name == "bias":
+            keep.append(ffi.new("ds4_bias[]", [{"token": t, "bias": b} for t, b in value.items()]))
+            gen.bias, gen.n_bias = keep[-1], len(value)
+        elif name == "scheme":
+            gen.scheme = SCHEMES.get(value, value)
+        elif name != "mask":
+            setattr(gen, name, value)
+    return gen, keep
+
+
 class Failed(Exception):
     """A call failed; the text is ds4_last_error()."""
 
@@ -146,6 +164,32 @@ class Session:
 
     def set_mtp(self, draft: int, margin: float) -> None:
         check(lib.ds4_session_set_mtp(self.p, draft, margin))
+
+    def set_gen(self, **options: Any) -> None:
+        gen, keep = gen_of(**options)
+        mask = options.get("mask")
+        if mask:
+
+            def call(_: Any, tokens: Any, n: int, allowed: Any) -> int:
+                try:
+                    mask(list(tokens[0:n]), np.frombuffer(ffi.buffer(allowed, self.engine.vocab), np.uint8))
+                except ValueError:
+                    return -1
+                return 0
+
+            keep.append(ffi.callback("int(void *, const int *, int, uint8_t *)", call))
+            gen.mask = keep[-1]
+        check(lib.ds4_session_set_gen(self.p, gen))
+        self.gen = keep
+
+    def next(self) -> int:
+        return int(check(lib.ds4_session_next(self.p)))
+
+    def sample(self, **options: Any) -> int:
+        gen, keep = gen_of(**options)
+        token = int(check(lib.ds4_session_sample(self.p, gen)))
+        del keep
+        return token
 
     def set_stops(self, tokens: list[int], ignore_eos: bool = False) -> None:
         check(lib.ds4_session_set_stops(self.p, tokens, len(tokens), ignore_eos))

@@ -143,6 +143,12 @@ def plain(cli: Cli) -> bytes:
         (["--min-p", "0x1"], ["--min-p", "0x1"]),
         (["--top-k", "-1"], ["--top-k", "-1"]),
         (["--seed", "-1"], ["--seed", "-1"]),
+        (["--presence-penalty", "101"], ["--presence-penalty", "101", "-100 to 100"]),
+        (["--frequency-penalty", "x"], ["--frequency-penalty", "x"]),
+        (["--mtp-sampling", "both"], ["--mtp-sampling", "both", "coupled", "rejection"]),
+        (["--logit-bias", "5"], ["--logit-bias", "5", "ID:BIAS"]),
+        (["--logit-bias", "5:inf"], ["--logit-bias", "5:inf"]),
+        (["--logit-bias", "-5:1"], ["--logit-bias", "-5:1"]),
         (["--seed", "18446744073709551616"], ["--seed"]),
         (["--ctx", "0"], ["--ctx", "1 to"]),
         (["-t", "0"], ["-t", "1 to 1024"]),
@@ -416,27 +422,49 @@ def test_stats_for_people(cli: Cli, plain: bytes) -> None:
         assert word in text, word
 
 
-def test_sampling_runs_no_head(cli: Cli, tmp_path: Path) -> None:
+def test_sampled_text_is_the_same_with_a_head(cli: Cli, tmp_path: Path) -> None:
     args = ["-p", PROMPT, "-n", 40, "--temp", 0.9, "--top-p", 0.95, "--top-k", 40, "--min-p", 0.01, "--seed", 7]
-    s = cli.stats(tmp_path, *args, *cli.speculation())
-    assert s["head_passes"] == 0 and s["mtp_draft"] == 0 and s["drafted"] == []
-    done = cli(*args, *cli.speculation())
-    assert b"speculation is off" in done.stderr
-    assert cli(*args).stdout == done.stdout == cli(*args).stdout
+    args += ["--presence-penalty", 0.4, "--frequency-penalty", 0.2, "--logit-bias", "400:-inf", "--logit-bias", "401:1.5"]
+    s = cli.stats(tmp_path, *args, *cli.speculation(3))
+    assert s["mtp_draft"] == 3 and s["head_passes"] > 0 and s["accepted"][0] > 0 and s["cycles"] < 40
+    plain = cli(*args)
+    assert plain.stderr == b"" and cli(*args).stdout == plain.stdout
+    for draft in [1, 2, 5]:
+        assert cli(*args, *cli.speculation(draft)).stdout == plain.stdout
     loose = ["-p", "Thou", "-n", 40, "--temp", 2.5]     # where the model is unsure
     assert len({cli(*loose, "--seed", seed).stdout for seed in range(4)}) == 4
 
 
-def test_the_head_in_the_file_is_greedy_only(cli: Cli, tmp_path: Path) -> None:
+def test_rejection_sampling(cli: Cli, tmp_path: Path) -> None:
+    args = ["-p", PROMPT, "-n", 40, "--temp", 0.9, "--seed", 7, "--mtp-sampling", "rejection"]
+    s = cli.stats(tmp_path, *args, *cli.speculation(3))
+    assert s["mtp_sampling"] == "rejection" and s["accepted"][0] > 0
+    assert sum(s["accepted"]) + s["corrections"] + s["bonus"] == s["emitted"] == 40
+    assert cli(*args, *cli.speculation(3)).stdout == cli(*args, *cli.speculation(3)).stdout
+    assert cli(*args).stdout == cli(*args[:-2]).stdout      # without drafts there is nothing to judge
+
+
+def test_penalties_and_bias_change_greedy_text_too(cli: Cli) -> None:
+    args = ["-p", "And the LORD said", "-n", 60, "--print-ids"]
+    plain = cli.ids(*args[:-1])
+    for more in [["--frequency-penalty", 9], ["--presence-penalty", 20], ["--logit-bias", f"{plain[0]}:-inf"]]:
+        changed = cli.ids(*args[:-1], *more)
+        assert changed != plain and cli.ids(*args[:-1], *more, *cli.speculation(3)) == changed
+    assert plain[0] not in cli.ids(*args[:-1], "--logit-bias", f"{plain[0]}:-inf")
+    assert cli.ids(*args[:-1], "--logit-bias", "77:1000") == [77] * 60
+    done = cli("-p", "a", "-n", 1, "--logit-bias", "999999:1", status=1)
+    assert "999999" in one_line(done.stderr) and "vocabulary" in one_line(done.stderr)
+
+
+def test_the_head_in_the_file(cli: Cli, tmp_path: Path) -> None:
     edge = cli.data / "edge"
     ids = tmp_path / "ids"
     ids.write_text(" ".join(map(str, np.load(edge / "prompt.npy")[:50])))
     args = ["--prompt-ids", ids, "--print-ids", "-n", 20, "--ignore-eos"]
-    alone = cli(*args, model=edge / "combined.gguf")
-    drafted = cli(*args, "--glm-mtp", model=edge / "combined.gguf", env={"DS4_MTP_CONF_LOG": "1"})
-    assert drafted.stdout == alone.stdout and drafted.stderr
-    sampled = cli(*args, "--glm-mtp", "--temp", 1, model=edge / "combined.gguf", env={"DS4_MTP_CONF_LOG": "1"})
-    assert b"greedy only" in sampled.stderr and sampled.stderr.count(b"\n") == 1
+    for more in [[], ["--temp", 1]]:
+        alone = cli(*args, *more, model=edge / "combined.gguf")
+        drafted = cli(*args, *more, "--glm-mtp", model=edge / "combined.gguf", env={"DS4_MTP_CONF_LOG": "1"})
+        assert drafted.stdout == alone.stdout and drafted.stderr
 
 
 def test_a_head_asked_for_depth_without_a_file_is_noted(cli: Cli) -> None:

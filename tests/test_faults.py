@@ -24,13 +24,14 @@ expected = None
 failures = set()
 
 
-def attempt(f):
-    "The result, or None after a failure that left a message."
+def attempt(f, *names):
+    "The result, or None after a failure that left a message; one for want of memory says what it was for."
     global failed
     try:
         return f()
     except Failed as e:
         assert str(e) and chr(10) not in str(e)
+        assert "out of memory" not in str(e) or not names or any(n in str(e) for n in names), (str(e), names)
         failures.add(str(e))
         failed = True
         return None
@@ -45,31 +46,75 @@ def text_calls(e):
         attempt(lambda: engine.check(call()))
 
 
+def file_calls(s):
+    name, before = str(out).encode(), (s.tokens, s.save())
+    attempt(lambda: engine.check(lib.ds4_session_can_save(name)), out.name)
+    attempt(lambda: engine.check(lib.ds4_session_save(s.p, name)), out.name)
+    if out.exists():
+        attempt(lambda: engine.check(lib.ds4_session_load(s.p, name)), out.name)
+    assert (s.tokens, s.save()) == before
+
+
+def sampled(s, scheme):
+    "Ten tokens with everything that a ds4_gen has; None if it was refused, with the old one in force."
+    bias = ffi.new("ds4_bias[]", [(3, 2.0), (9, -float("inf"))])
+    gen = ffi.new("ds4_gen *", dict(temperature=0.7, top_k=30, top_p=0.9, seed=5, frequency_penalty=0.2, bias=bias, n_bias=2, scheme=scheme))
+    if attempt(lambda: engine.check(lib.ds4_session_set_gen(s.p, gen)) or True) is None:
+        return None
+    tokens = []
+    while len(tokens) < 10:
+        token = engine.check(lib.ds4_session_next(s.p))
+        assert attempt(lambda: engine.check(lib.ds4_session_sample(s.p, gen))) in ((None, token) if scheme == lib.DS4_COUPLED else (None, *range(266)))
+        tokens += s.step(token, 10 - len(tokens))
+    return tokens
+
+
+def batch(e, sessions):
+    "A step of a prompt's piece and of the others; a refused batch moves none and can be asked for again."
+    items, outs = ffi.new("ds4_batch_item[]", len(sessions)), [ffi.new("int[]", 4) for _ in sessions]
+    tokens = [ffi.new("int[]", [x.argmax()]) if x.position else ffi.new("int[]", prompt) for x in sessions]
+    for item, x, token, room in zip(items, sessions, tokens, outs):
+        item.session, item.tokens, item.n_tokens, item.max = x.p, token, len(token), 4 if x.position else 0
+        item.out = room if x.position else ffi.NULL
+    before = [x.save() for x in sessions]
+    if attempt(lambda: engine.check(lib.ds4_batch_step(e.p, items, len(sessions))) or True) is None:
+        assert [x.save() for x in sessions] == before
+        engine.check(lib.ds4_batch_step(e.p, items, len(sessions)))
+    assert all(item.n > 0 and item.kind == lib.DS4_OK for item in items)
+    return [list(room[0 : item.n]) for item, room in zip(items, outs) if item.max]
+
+
 def scenario():
     "All that a user does; after a failure of a call the others go on and must give what they always give."
-    e = attempt(lambda: Engine(tiny / "target.gguf", tiny / "head-ds4.gguf", mtp_draft=2, mtp_margin=0.0, threads=2, ctx=128, prefill_chunk=32))
+    e = attempt(lambda: Engine(tiny / "target.gguf", tiny / "head-ds4.gguf", mtp_draft=2, mtp_margin=0.0, threads=2, ctx=128, prefill_chunk=32), "target.gguf", "head-ds4.gguf")
     if e is None:
         return
     text_calls(e)
-    s = attempt(e.session)
+    results = {{}}
+    s = attempt(e.session, "a session of 128 tokens")
     if s is not None:
         s.eval(prompt)
-        tokens = s.generate(12)
+        results["greedy"] = s.generate(12)
         attempt(lambda: s.set_stops([3, 4]))
-        attempt(lambda: engine.check(lib.ds4_session_save(s.p, str(out).encode())))
-        before = s.tokens
-        if out.exists():
-            attempt(lambda: engine.check(lib.ds4_session_load(s.p, str(out).encode())))
-        assert s.tokens == before
-        f = attempt(s.fork)
+        file_calls(s)
+        f = attempt(s.fork, "a copy of a session", "a session of 128 tokens")
+        small = attempt(lambda: Session(e, engine.check(lib.ds4_engine_open_session_ctx(e.p, 100))), "a session of 100 tokens")
         for x in (s, f):
             if x is not None:
                 x.set_mtp(0, 0.0)
-                tokens_after = x.generate(6)
-                assert expected is None or (tokens, tokens_after) == expected
+                results["plain"] = x.generate(6)
+        if f is not None:
+            for scheme in (lib.DS4_COUPLED, lib.DS4_REJECTION):
+                f.rewind(62)
+                f.set_mtp(2, 0.0)
+                results[f"sampled {{scheme}}"] = sampled(f, scheme)
+        if small is not None:
+            results["batch"] = batch(e, [s, small])
+    for name, got in results.items():
+        assert expected is None or got in (None, expected[name]), name
     e.close()
     assert s is None or not list(out.parent.glob(out.name + ".*")), "a temporary file was left"
-    return (tokens, tokens_after) if s is not None else None
+    return results
 
 
 expected = scenario()
