@@ -372,7 +372,7 @@ class Engine:
     def chat(self, messages: Iterable[Message], *, thinking: Thinking = "off", **options: Unpack[Options]) -> Completion:
         """The assistant's answer to `chat_template(messages)`. What it thought is in the answer's `reasoning`."""
         ids = self.chat_template(messages, thinking=thinking)
-        return _answer(self, self.generate(ids, **options), thinking)
+        return split_reasoning(self, self.generate(ids, **options), thinking)
 
     async def agenerate(self, prompt: str | Tokens, **options: Unpack[Options]) -> Completion:
         """`generate` for asyncio: passes run in a worker thread. Cancelling the task ends it after the pass in work."""
@@ -392,7 +392,7 @@ class Engine:
     async def achat(self, messages: Iterable[Message], *, thinking: Thinking = "off", **options: Unpack[Options]) -> Completion:
         """`chat` for asyncio."""
         ids = self.chat_template(messages, thinking=thinking)
-        return _answer(self, await self.agenerate(ids, **options), thinking)
+        return split_reasoning(self, await self.agenerate(ids, **options), thinking)
 
 
 def _fill_gen(target: Any, gen: Gen) -> Any:
@@ -423,8 +423,8 @@ def _alone(engine: Engine, ids: npt.NDArray[np.int32], request: generation.Reque
         session._handle.discard()
 
 
-def _answer(engine: Engine, text: Completion, thinking: Thinking) -> Completion:
-    """Reasoning and answer apart: the mark between them is a token."""
+def split_reasoning(engine: Engine, text: Completion, thinking: Thinking) -> Completion:
+    """A chat's answer with what it was thought over with apart: the mark between them is a token."""
     if thinking in (False, "off"):
         return text
     mark = engine.token_id("</think>")

@@ -331,17 +331,22 @@ def _sampling(config: SamplerConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names_of} | {"logit_bias": dict(config.bias_pairs)}
 
 
+def options_of(config: SamplerConfig | None) -> Options:
+    """A config as the engine's options. Raises InvalidArgument for cores that are not registered any more."""
+    config = config or SamplerConfig()
+    registry.verify_core(config.verify_core)
+    drafts: dict[str, Any] = {"draft_core": config.draft_core, "margin": config.margin}
+    if config.speculative_depth != "auto":
+        drafts["speculative_depth"] = config.speculative_depth
+    return cast(Options, drafts | _sampling(config))
+
+
 def _options(
     config: SamplerConfig | None, max_tokens: int, stop: str | int | Sequence[str | int], logprobs: int, ignore_eos: bool
 ) -> Options:
     """All of it as the engine's options."""
-    config = config or SamplerConfig()
-    registry.verify_core(config.verify_core)
-    text = {"max_tokens": max_tokens, "stop": stop, "logprobs": logprobs, "ignore_eos": ignore_eos}
-    drafts: dict[str, Any] = {"draft_core": config.draft_core, "margin": config.margin}
-    if config.speculative_depth != "auto":
-        drafts["speculative_depth"] = config.speculative_depth
-    return cast(Options, text | drafts | _sampling(config))
+    text: Options = {"max_tokens": max_tokens, "stop": stop, "logprobs": logprobs, "ignore_eos": ignore_eos}
+    return {**options_of(config), **text}
 
 
 def _with_head_found(model: Path, options: dict[str, Any]) -> Engine:

@@ -89,7 +89,7 @@ class Types:
 def raw_blocks(t: Type, count: int, scale: float, rng: np.random.Generator) -> np.ndarray:
     """`count` random blocks of a quantised type, uint8 (count, bytes of a block), with `scale` in the scale fields."""
     size = gguf.GGML_QUANT_SIZES[t][1]
-    blocks = np.frombuffer(rng.bytes(count * size), np.uint8).reshape(count, size).copy()
+    blocks: np.ndarray = np.frombuffer(rng.bytes(count * size), np.uint8).reshape(count, size).copy()
     if t == Type.MXFP4:
         low = math.floor(math.log2(scale))  # powers of two either side, as often as gives the wanted variance
         blocks[:, 0] = 127 + low + (rng.random(count) < ((scale / 2.0**low) ** 2 - 1) / 3)
@@ -129,12 +129,12 @@ def vector(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.nd
     """A norm, a bias, a base: F32, spread as in a trained model."""
     r = rng.standard_normal(shape, np.float32)
     if "norm" in name:
-        return 1 + np.float32(0.1) * r
+        return np.asarray(1 + np.float32(0.1) * r)
     if name.endswith("_scale.weight"):
-        return np.float32(0.7) + np.float32(0.1) * r
+        return np.asarray(np.float32(0.7) + np.float32(0.1) * r)
     if name.endswith("exp_probs_b.bias"):
-        return np.float32(0.2) * r
-    return np.float32(0.3 if "_base" in name else 0.5) * r
+        return np.asarray(np.float32(0.2) * r)
+    return np.asarray(np.float32(0.3 if "_base" in name else 0.5) * r)
 
 
 def chunks(name: str, shape: tuple[int, ...], t: Type, s: gw.Shape, seed: int) -> Iterator[np.ndarray]:
@@ -268,7 +268,7 @@ def twin(source: str | Path, path: str | Path) -> None:
 # ---------------------------------------------------------------- command line
 
 
-class TypeName(click.ParamType):
+class TypeName(click.ParamType):  # type: ignore[type-arg]
     """A tensor type by its name."""
 
     name = "type"
@@ -297,7 +297,7 @@ def size_options(f: Callable[..., None]) -> Callable[..., None]:
     """One option for every size of gw.Shape and every group of Types."""
     for t in reversed(dataclasses.fields(Types)):
         option = f"--{t.name.replace('_', '-')}-type"
-        f = click.option(option, type=TypeName(), help=f"[default: {t.default.name}]")(f)  # type: ignore[union-attr]
+        f = click.option(option, type=TypeName(), help=f"[default: {t.default.name}]")(f)
     for size in reversed(dataclasses.fields(gw.Shape)):
         if size.name != "ratios":
             option = f"--{size.name.replace('_', '-')}"

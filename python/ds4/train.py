@@ -8,7 +8,6 @@ accepted too. Training is limited by time, hence step counts differ between mach
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import click
 import gguf
 import numpy as np
 import torch
@@ -160,9 +160,7 @@ class Experts(torch.autograd.Function):
     """sum_k w_k expert_k(x): tokens are sorted by expert, so that each expert is three matrix products."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, w: Tensor, idx: Tensor, gate: Tensor, up: Tensor, down: Tensor, limit: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, idx: Tensor, gate: Tensor, up: Tensor, down: Tensor, limit: float) -> Tensor:
         """x (T, D), w and idx (T, k), gate and up (E, F, D), down (E, D, F) -> (T, D)."""
         order = idx.reshape(-1).argsort(stable=True)
         ends = torch.bincount(idx.reshape(-1), minlength=gate.shape[0]).cumsum(0).tolist()
@@ -180,7 +178,7 @@ class Experts(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, w, gate, up, down."""
         x, order, share, gate, up, down, *kept = ctx.saved_tensors
         rows, limit, a = order // ctx.k, ctx.limit, 0
@@ -380,7 +378,7 @@ class Block(Weights):
         x, kv, loss = attention(self, x, turn, tokens.shape[0], select, teach, past)
         y, w, idx, shared, post, c = route(self, x, tokens)
         experts = self.ffn_gate_exps.weight, self.ffn_up_exps.weight, self.ffn_down_exps.weight
-        routed = Experts.apply(y, w, idx, *experts, self.s.clamp)
+        routed = Experts.apply(y, w, idx, *experts, self.s.clamp)  # type: ignore[no-untyped-call]
         if not self.hashed:
             self.load = torch.bincount(idx.reshape(-1), minlength=self.s.experts)
         return join(x, routed, shared, post, c), kv, loss
@@ -493,7 +491,8 @@ def orthogonal(g: Tensor) -> Tensor:
     for _ in range(4):  # the Newton-Schulz step of Muon (Jordan 2024)
         m = x @ x.mT
         x = 3.4445 * x + (2.0315 * (m @ m) - 4.775 * m) @ x
-    return x.mT if tall else x
+    turned: Tensor = x.mT if tall else x
+    return turned
 
 
 class Muon(torch.optim.Optimizer):
@@ -689,7 +688,8 @@ class Trainer:
             for back, row in enumerate(self.head.drafts(self.target, streams.detach(), ids, 3 if late else 2)):
                 logp = row[:, back:-1].log_softmax(-1)
                 losses.append(-(goal[:, back:] * logp).sum(-1).mean())
-            torch.stack([x * w for x, w in zip(losses, (1.0, 0.6, 0.4), strict=False)]).sum().backward()
+            total = torch.stack([x * w for x, w in zip(losses, (1.0, 0.6, 0.4), strict=False)]).sum()
+            total.backward()  # type: ignore[no-untyped-call]
             draft = losses[0].item()
         for m, opts in ((m, self.opts[m is self.head]) for m in trained):
             nn.utils.clip_grad_norm_(m.parameters(), 1.0)
@@ -822,42 +822,50 @@ def export(t: Trainer) -> None:
     (t.out / "held-out.txt").write_text("".join(t.held[:8]))
 
 
-def main() -> None:
-    """The command line."""
-    ap = argparse.ArgumentParser(prog="python -m ds4.train", description=__doc__.split("\n")[0])
-    ap.add_argument("out", type=Path, metavar="OUT_DIR", help="folder for the GGUF files, the log and the checkpoint")
-    ap.add_argument("--minutes", type=float, default=60, help="length of the whole training (default 60)")
-    ap.add_argument("--seed", type=int, default=0)
-    ap.add_argument("--threads", type=int, default=2)
-    ap.add_argument("--resume", action="store_true", help="go on from OUT_DIR/checkpoint.pt")
-    ap.add_argument(
-        "--start",
-        nargs=2,
-        type=Path,
-        metavar=("TARGET", "HEAD"),
-        help="begin from a trained pair, F32 GGUF files; OUT_DIR holds its tokenizer.json",
-    )
-    ap.add_argument("--head-only", action="store_true", help="from the checkpoint on, for --minutes, train the head alone")
-    ap.add_argument("--export-only", action="store_true", help="measure and export OUT_DIR/checkpoint.pt")
-    a = ap.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(a.seed)
-    torch.set_num_threads(a.threads)
+@click.command(help=__doc__.split("\n")[0])
+@click.argument("out", metavar="OUT_DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--minutes", default=60.0, show_default=True, help="Length of the whole training.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--threads", default=2, show_default=True)
+@click.option("--resume", is_flag=True, help="Go on from OUT_DIR/checkpoint.pt.")
+@click.option(
+    "--start",
+    nargs=2,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="TARGET HEAD",
+    help="Begin from a trained pair, F32 GGUF files; OUT_DIR holds its tokenizer.json.",
+)
+@click.option("--head-only", is_flag=True, help="From the checkpoint on, for --minutes, train the head alone.")
+@click.option("--export-only", is_flag=True, help="Measure and export OUT_DIR/checkpoint.pt.")
+def main(
+    out: Path,
+    minutes: float,
+    seed: int,
+    threads: int,
+    resume: bool,
+    start: tuple[Path, Path] | None,
+    head_only: bool,
+    export_only: bool,
+) -> None:
+    """The command line; OUT_DIR gets the GGUF files, the log and the checkpoint."""
+    out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
-    t = Trainer(a.out, a.seed)
-    if a.resume or a.export_only or a.head_only:
+    t = Trainer(out, seed)
+    if resume or export_only or head_only:
         t.load()
-    if a.head_only:
+    if head_only:
         t.head_only, t.steps, t.seconds = True, 0, 0.0
-    if a.start and not (a.resume or a.export_only or a.head_only):
-        t.start(*a.start)
+    if start and not (resume or export_only or head_only):
+        t.start(*start)
     millions = [sum(p.numel() for p in m.parameters()) / 1e6 for m in (t.target, t.head)]
     t.say(
         f"tokens {len(t.train)}, held out {len(t.val)}; "
         f"parameters: target {millions[0]:.2f}M, head {millions[1]:.2f}M; {LENGTH} x {BATCH} tokens a step"
     )
-    if not a.export_only:
-        t.run(a.minutes)
+    if not export_only:
+        t.run(minutes)
     export(t)
     report(t)
 
