@@ -3732,7 +3732,7 @@ typedef struct {
     bool has_head, file_has_head;
     float *owned[MAX_LAYERS * 24 + 64]; /* small tensors, unpacked to f32 */
     int n_owned;
-    int64_t unpacked; /* bytes that owned has beyond twice what its tensors have in the file */
+    int64_t owned_bytes, unpacked; /* unpacked: what owned has beyond twice what its tensors have in the file */
     int64_t weight_bytes, head_weight_bytes, *counting;
     uint64_t identity; /* of the target: sizes, tensors and a sample of their bytes */
     uint64_t head_identity;
@@ -3942,6 +3942,7 @@ static int read_floats(reader r, const char *name, int64_t d0, int64_t d1, float
     float *values = mem_array((size_t)(d0 * d1), sizeof *values);
     if (!values) return -1;
     r.m->owned[r.m->n_owned++] = values;
+    r.m->owned_bytes += d0 * d1 * (int64_t)sizeof *values;
     const kernels *k = kernels_named("scalar");
     for (int64_t i = 0; i < d1; i++) k->dequantise(w.type, d0, w.data + (size_t)i * w.stride, values + i * d0);
     *out = values;
@@ -4717,7 +4718,9 @@ typedef struct {
     input in_mix, in_y, in_qr, in_heads, in_low, in_act, in_shared, in_e, in_h;
     void *owned[64];
     int n_owned;
-    int64_t bytes;
+    int64_t bytes, most;
+    const char *path; /* the model's, and its bytes: in proportion to them there may be `most` bytes */
+    int64_t file_bytes;
 } scratch;
 
 typedef struct {
@@ -5354,18 +5357,26 @@ static void output_logits(ds4_engine *e, const float *x, int n, const hyper *h, 
 
 /* ---- scratch ---- */
 
+/* A file's sizes decide what memory the engine asks for, so thin tensors of great width could make much of few bytes. */
+static int out_of_proportion(const char *path, int64_t file_bytes) {
+    return fail("%s: the sizes of its layers are out of proportion to a file of %lld bytes: a pass of %d rows and sessions of 64 "
+                "tokens would need more than twice that and 64 MB of memory",
+                path, (long long)file_bytes, DS4_MAX_DRAFT + 1);
+}
+
+static int scratch_count(scratch *s, int64_t bytes) {
+    s->bytes += bytes;
+    return s->bytes <= s->most ? 0 : out_of_proportion(s->path, s->file_bytes);
+}
+
 static void *scratch_part(scratch *s, size_t count, size_t size) {
-    void *p = mem_array(count, size);
-    if (p) {
-        s->owned[s->n_owned++] = p;
-        s->bytes += (int64_t)(count * size);
-    }
+    void *p = scratch_count(s, (int64_t)(count * size)) ? NULL : mem_array(count, size);
+    if (p) s->owned[s->n_owned++] = p;
     return p;
 }
 
 static int scratch_input(scratch *s, input *in, int64_t n, int rows) {
-    s->bytes += (int64_t)input_bytes(n, rows);
-    return input_new(in, n, rows);
+    return scratch_count(s, (int64_t)input_bytes(n, rows)) ? -1 : input_new(in, n, rows);
 }
 
 /* Where a thread unpacks rows and keeps what it works on: attention scores of all heads, or an emitted window. */
@@ -6307,6 +6318,41 @@ static int logit_rows(ds4_engine *e, int n) {
     return 0;
 }
 
+static int session_slack(const ds4_engine *e) { return max_int(e->chunk, DS4_MAX_DRAFT + 1) + e->max_rewind; }
+
+static int64_t session_bytes(const ds4_engine *e, int ctx, int slack) {
+    const config *c = &e->model->c;
+    int64_t bytes = (int64_t)(slack + min_int(c->window, ctx)) * (int64_t)e->sizes.streams * 4 +
+                    (int64_t)c->n_vocab * 4 * (DS4_MAX_DRAFT + 1) + (int64_t)ctx * 4;
+    for (int i = 0; i <= c->n_layers; i++) {
+        cache sizes = cache_sizes(c, c->ratio[i], ctx, slack);
+        if (i < c->n_layers || e->model->has_head) bytes += cache_bytes(c, &sizes, e->kv_type);
+    }
+    return bytes;
+}
+
+static int64_t file_total(const gguf *g) {
+    int64_t bytes = 0;
+    for (int i = 0; g && i < g->n_parts; i++) bytes += (int64_t)g->parts[i].size;
+    return bytes;
+}
+
+/* What scratch may have so that the smallest use of the model (a pass of 17 rows, two sessions of 64 tokens) stays below twice the
+ * file and 64 MB, of which tokenizer and sampling take about 128 bytes a token. A longer pass may have more in proportion; real
+ * models are far below. */
+static int limit_scratch(ds4_engine *e, int rows) {
+    const model *m = e->model;
+    int64_t files = file_total(m->file) + file_total(m->head_file);
+    int ctx = min_int(e->ctx, 64), least = DS4_MAX_DRAFT + 1;
+    int64_t left = 2 * files + (64 << 20) - 128 * (int64_t)m->c.n_vocab - m->owned_bytes - 2 * session_bytes(e, ctx, least + 8) -
+                   (int64_t)(thread_floats(&m->c, ctx) * sizeof(float));
+    if (left <= 0) return out_of_proportion(e->model_path, files);
+    e->s.path = e->model_path;
+    e->s.file_bytes = files;
+    e->s.most = left / least * rows;
+    return 0;
+}
+
 static int engine_start(ds4_engine *e, const ds4_cfg *cfg) {
     if (!(e->model_path = str_copy(cfg->model_path)) || (cfg->mtp_path && !(e->head_path = str_copy(cfg->mtp_path)))) return -1;
     e->dev.k = !cfg->isa || !strcmp(cfg->isa, "auto") ? kernels_best() : kernels_named(cfg->isa);
@@ -6325,6 +6371,7 @@ static int engine_start(ds4_engine *e, const ds4_cfg *cfg) {
     if (cfg->mlock && (lock_memory(e->model->file) || lock_memory(e->model->head_file))) return -1;
     e->sizes = (row_sizes){kv_row_bytes(c, e->kv_type), index_row_bytes(c, e->kv_type), (size_t)c->n_streams * (size_t)c->dim};
     int threads = cfg->threads ? cfg->threads : cpu_count(), rows = max_int(e->chunk, DS4_MAX_DRAFT + 1);
+    if (limit_scratch(e, rows)) return -1;
     if (!(e->dev.pool = pool_new(threads)) || scratch_new(&e->s, c, rows, threads, e->ctx, e->model->has_head)) return -1;
     if (!(e->row_room = mem_array((size_t)rows, sizeof *e->row_room)) ||
         !(e->stream_room = mem_array((size_t)rows, sizeof *e->stream_room)) ||
@@ -6383,25 +6430,6 @@ void ds4_engine_free(ds4_engine *e) {
     mem_free(e);
 }
 
-static int session_slack(const ds4_engine *e) { return max_int(e->chunk, DS4_MAX_DRAFT + 1) + e->max_rewind; }
-
-static int64_t session_total(const ds4_engine *e) {
-    const config *c = &e->model->c;
-    int64_t bytes = (int64_t)(session_slack(e) + min_int(c->window, e->ctx)) * (int64_t)e->sizes.streams * 4 +
-                    (int64_t)c->n_vocab * 4 * (DS4_MAX_DRAFT + 1) + (int64_t)e->ctx * 4;
-    for (int i = 0; i <= c->n_layers; i++) {
-        cache sizes = cache_sizes(c, c->ratio[i], e->ctx, session_slack(e));
-        if (i < c->n_layers || e->model->has_head) bytes += cache_bytes(c, &sizes, e->kv_type);
-    }
-    return bytes;
-}
-
-static int64_t file_total(const gguf *g) {
-    int64_t bytes = 0;
-    for (int i = 0; g && i < g->n_parts; i++) bytes += (int64_t)g->parts[i].size;
-    return bytes;
-}
-
 ds4_info ds4_engine_info(const ds4_engine *e) {
     const config *c = &e->model->c;
     const model *m = e->model;
@@ -6440,7 +6468,7 @@ ds4_info ds4_engine_info(const ds4_engine *e) {
                       .weight_bytes = m->weight_bytes,
                       .head_weight_bytes = m->head_weight_bytes,
                       .scratch_bytes = e->s.bytes,
-                      .session_bytes = session_total(e)};
+                      .session_bytes = session_bytes(e, e->ctx, session_slack(e))};
 }
 
 int ds4_engine_tensor(const ds4_engine *e, int64_t i, ds4_tensor_info *out) {

@@ -187,6 +187,20 @@ def test_extreme_sizes(tmp_path: Path, sizes: dict[str, Any]) -> None:
     assert ask_once(tmp_path, path).verdict == "opened"
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [{"expert_width": 1 << 18}, {"head_width": 1 << 12, "ratios": [4] * 20}, {"index_width": 1 << 12, "ratios": [4] * 40}, {"vocab": 1 << 19}],
+    ids=lambda sizes: " ".join(sizes),
+)
+def test_out_of_proportion(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    """Thin, wide tensors that would make passes and sessions of far more bytes than the file has: refused before they are asked for."""
+    path = tmp_path / "x.gguf"
+    kind = gguf.GGMLQuantizationType.F16
+    synth.make_target(path, dataclasses.replace(BASE, **sizes), synth.Types.all(kind))
+    result = ask_once(tmp_path, path)
+    assert result.verdict == "refused" and "out of proportion" in result.message, result
+
+
 @pytest.mark.parametrize("changes, expected", [
     ({"hyper_connection.sinkhorn_iterations": 101}, "1 to 100"), ({"expert_count": 4097}, "1 to 4096"), ({"attention.compress_ratios": 1025}, "0 to 1024"), ({"rope.freq_base": 1.0}, "2 to 1e"),
     ({"attention.compress_rope_freq_base": 1.0}, "2 to 1e"), ({"vocab_size": 1 << 21}, "1 to 1.04858e"), ({"attention.sliding_window": 0}, "1 to"), ({"hyper_connection.count": 17}, "1 to 16"),
