@@ -26,8 +26,11 @@ def cut(text: str, stops: list[str]) -> str:
 def feed(data: bytes, cuts: list[int], stops: list[str]) -> list[str]:
     """The pieces of a text whose bytes come in some division."""
     edges = sorted({0, len(data), *(c % (len(data) + 1) for c in cuts)})
-    text = Text(stops)
-    return [text.feed(data[a:b]) for a, b in zip(edges, edges[1:], strict=False)] + [text.feed(b"", final=True)]
+    text, parts = Text(stops), []
+    for a, b in zip(edges, edges[1:], strict=False):
+        text.feed(data[a:b])
+        parts.append(text.release())
+    return [*parts, text.release(final=True)]
 
 
 @given(WORDS, st.lists(st.integers(0, 200), max_size=20), STOPS)
@@ -46,8 +49,8 @@ def test_any_bytes(data: bytes, cuts: list[int]) -> None:
 
 def test_held_back() -> None:
     """What may become a stop text waits; no more than that."""
-    text = Text(["</end>", "\n\n"])
-    assert [text.feed(c.encode()) for c in "a<b</en\nc"] == ["a", "", "<b", "", "", "", "", "</en", "\nc"]
+    parts = feed(b"a<b</en\nc", list(range(9)), ["</end>", "\n\n"])
+    assert parts == ["a", "", "<b", "", "", "", "", "</en", "\nc", ""]
 
 
 @given(st.lists(st.sampled_from([-1.5, 0.0, 0.25, 3.0, 7.5]), min_size=1, max_size=12), st.integers(0, 14))
@@ -62,7 +65,15 @@ def test_logprobs(values: list[float], n: int) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_tokens": -1}, {"logprobs": -1}, {"stop": ""}, {"stop": ["a", ""]}, {"stop": [1.5]}, {"stop": [None]}, {"stop": True}],
+    [
+        {"max_tokens": -1},
+        {"logprobs": -1},
+        {"stop": ""},
+        {"stop": ["a", ""]},
+        {"stop": [1.5]},
+        {"stop": [None]},
+        {"stop": True},
+    ],
 )
 def test_options_are_checked(options: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(options))):

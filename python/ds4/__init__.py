@@ -15,6 +15,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds4.batch import Batch as Batch
+    from ds4.batch import BatchText as BatchText
     from ds4.engine import Engine as Engine
     from ds4.engine import Info as Info
     from ds4.engine import Session as Session
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOME = {
+    "ds4.batch": ["Batch", "BatchText"],
     "ds4.engine": ["Engine", "Info", "Session", "Stats", "TensorInfo"],
     "ds4.errors": [
         "Cancelled", "Closed", "ContextFull", "Error", "InvalidArgument", "LoadError", "NonFinite", "OutOfMemory", "RewindError",

@@ -20,6 +20,7 @@ DEPENDS = ["ds4.h", "ds4_tables.inc", "ds4_unicode.inc", "Makefile", "python/ds4
 CALLBACKS = """
 extern "Python" void ds4_py_log(void *, const char *);
 extern "Python" void ds4_py_progress(void *, const char *, int64_t, int64_t);
+extern "Python" int ds4_py_mask(void *, const int *, int, uint8_t *);
 """
 
 

@@ -7,11 +7,15 @@ with the C message. The GIL is released inside (cffi's API mode), so other Pytho
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ds4 import errors
 from ds4._ds4 import ffi, lib
@@ -21,6 +25,7 @@ MAX_DRAFT: int = lib.DS4_MAX_DRAFT
 
 Log = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
+Mask = Callable[[npt.NDArray[np.int32]], "npt.NDArray[np.bool_] | None"]
 
 _KINDS: dict[int, type[errors.Error]] = {
     lib.DS4_INVALID: errors.InvalidArgument,
@@ -44,9 +49,14 @@ def text_of(pointer: Any) -> str:
     return "" if pointer == ffi.NULL else ffi.string(pointer).decode("utf-8", "replace")
 
 
+def error_of(kind: int, message: str) -> errors.Error:
+    """A failure of a ds4_error_kind as an exception."""
+    return _KINDS.get(kind, errors.Error)(message)
+
+
 def last_error() -> errors.Error:
     """This thread's last failure as an exception."""
-    return _KINDS.get(lib.ds4_last_error_kind(), errors.Error)(text_of(lib.ds4_last_error()))
+    return error_of(lib.ds4_last_error_kind(), text_of(lib.ds4_last_error()))
 
 
 def check(result: Any) -> Any:
@@ -102,6 +112,35 @@ def ds4_py_progress(_ctx: Any, what: Any, done: int, total: int) -> None:
     call = _running.call
     if call is not None and call.progress is not None and call.error is None:
         call.progress(text_of(what), done, total)
+
+
+class MaskCall:
+    """A mask as C sees it. What it raises is kept here, so that the call that fails for it can raise it."""
+
+    def __init__(self, mask: Mask, vocab: int) -> None:
+        self.mask, self.vocab = mask, vocab
+        self.error: Exception | None = None
+        self.handle = ffi.new_handle(self)
+
+    def apply(self, tokens: Any, n: int, allowed: Any) -> int:
+        try:
+            text = np.frombuffer(ffi.buffer(tokens, 4 * n), np.int32).copy() if n else np.empty(0, np.int32)
+            keep = self.mask(text)
+            if keep is not None:
+                keep = np.asarray(keep)
+                if keep.dtype != np.bool_ or keep.shape != (self.vocab,):
+                    raise TypeError(f"mask: expected bool [{self.vocab}] or None, not {keep.dtype} {list(keep.shape)}")
+                ffi.buffer(allowed, self.vocab)[:] = keep.tobytes()
+        except Exception as e:
+            self.error = e
+            return -1
+        return 0
+
+
+@ffi.def_extern(error=-1, onerror=_callback_failed)  # type: ignore[untyped-decorator]
+def ds4_py_mask(ctx: Any, tokens: Any, n: int, allowed: Any) -> int:
+    mask: MaskCall = ffi.from_handle(ctx)
+    return mask.apply(tokens, n, allowed)
 
 
 def _run(call: _Call, function: Callable[..., Any], *args: Any) -> Any:
@@ -160,6 +199,16 @@ class EngineHandle:
         """`function(engine, *args)`."""
         self.check_open()
         with self.lock:
+            self.check_open()
+            return _run(_Call(self, None, self.log, self.progress), function, self.pointer, *args)
+
+    def call_together(self, sessions: list[SessionHandle], function: Callable[..., Any], *args: Any) -> Any:
+        """`function(engine, *args)` of a function that moves these sessions."""
+        with contextlib.ExitStack() as stack:
+            for session in sorted(sessions, key=id):  # one order for all
+                stack.enter_context(session.lock)
+            for session in sessions:
+                session.check_open()
             self.check_open()
             return _run(_Call(self, None, self.log, self.progress), function, self.pointer, *args)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ds4 import errors, generation, registry
 from ds4._ds4 import ffi, lib
-from ds4._native import MAX_DRAFT, EngineHandle, Log, Progress, SessionHandle, check, last_error, owned, text_of
+from ds4._native import MAX_DRAFT, EngineHandle, Log, Mask, MaskCall, Progress, SessionHandle, check, last_error, owned, text_of
 from ds4.generation import Completion, Gen, Logprob, Options, Piece, Settings
 
 if TYPE_CHECKING:
@@ -218,14 +218,14 @@ class Engine:
         cfg.ctx, cfg.threads, cfg.prefill_chunk, cfg.max_rewind = ctx or 0, threads or 0, prefill_chunk, max_rewind
         cfg.mlock, cfg.raw_vocab_ok, cfg.conf_log = mlock, raw_vocab_ok, conf_log
         gen = Gen(temperature, top_k, top_p, min_p, seed)
-        texts.append(_fill_gen(cfg.gen, gen))
+        texts.append(_fill_gen(cfg.gen, gen, 0))
         self._handle = EngineHandle(cfg, log, progress)
         owned(self, self._handle)
         info = self._handle.call(lib.ds4_engine_info)
         names = {v: k for k, v in _KV_TYPES.items()}
         self.info: Info = _from_c(Info, info, kv_type=names[info.kv_type])
         """Sizes; stays readable after `close`."""
-        self._defaults = Settings(int(cfg.mtp_draft) if self.info.has_head else 0, margin, gen)
+        self._settings = Settings(int(cfg.mtp_draft) if self.info.has_head else 0, margin, gen)
 
     # ---- life ----
 
@@ -365,8 +365,8 @@ class Engine:
 
     def stream(self, prompt: str | Tokens, **options: Unpack[Options]) -> Iterator[Piece]:
         """The same, piece by piece. Closing the iterator frees all it used; options are checked at once."""
-        ids = _prompt_ids(self, prompt)
-        request = generation.request_of(options, self._defaults)
+        ids = prompt_ids(self, prompt)
+        request = generation.request_of(options, self._settings)
         return _alone(self, ids, request)
 
     def chat(self, messages: Iterable[Message], *, thinking: Thinking = "off", **options: Unpack[Options]) -> Completion:
@@ -380,8 +380,8 @@ class Engine:
 
     async def astream(self, prompt: str | Tokens, **options: Unpack[Options]) -> AsyncIterator[Piece]:
         """`stream` for asyncio."""
-        ids = _prompt_ids(self, prompt)
-        request = generation.request_of(options, self._defaults)
+        ids = prompt_ids(self, prompt)
+        request = generation.request_of(options, self._settings)
         session = Session(self)
         try:
             async for piece in session._astream(ids, request):
@@ -395,8 +395,8 @@ class Engine:
         return split_reasoning(self, await self.agenerate(ids, **options), thinking)
 
 
-def _fill_gen(target: Any, gen: Gen) -> Any:
-    """Returns the memory that the struct refers to."""
+def _fill_gen(target: Any, gen: Gen, vocab: int) -> tuple[Any, MaskCall | None]:
+    """Returns what the struct refers to: the bias list, and the mask, which C does not copy."""
     if not 0 <= gen.seed < 2**64:
         raise errors.InvalidArgument(f"seed is {gen.seed}; expected 0 to 2**64 - 1")
     if gen.scheme not in _SCHEMES:
@@ -406,10 +406,14 @@ def _fill_gen(target: Any, gen: Gen) -> Any:
     target.penalty_from, target.scheme = gen.penalty_from or 0, _SCHEMES[gen.scheme]
     bias = ffi.new("ds4_bias[]", list(gen.logit_bias))
     target.bias, target.n_bias = bias, len(bias)
-    return bias
+    mask = MaskCall(gen.mask, vocab) if gen.mask else None
+    if mask:
+        target.mask, target.mask_ctx = lib.ds4_py_mask, mask.handle
+    return bias, mask
 
 
-def _prompt_ids(engine: Engine, prompt: str | Tokens) -> npt.NDArray[np.int32]:
+def prompt_ids(engine: Engine, prompt: str | Tokens) -> npt.NDArray[np.int32]:
+    """int32 [n] of a prompt: a text gets a BOS."""
     return _ids(engine.prompt(prompt) if isinstance(prompt, str) else prompt)
 
 
@@ -449,7 +453,7 @@ class Session:
     def __init__(self, engine: Engine, *, ctx: int | None = None) -> None:
         call = engine._handle.call
         pointer = call(lib.ds4_engine_open_session) if ctx is None else call(lib.ds4_engine_open_session_ctx, ctx)
-        self._start(engine, engine._handle.adopt(check(pointer)), engine._defaults)
+        self._start(engine, engine._handle.adopt(check(pointer)), engine._settings)
 
     def _start(self, engine: Engine, handle: SessionHandle, settings: Settings) -> None:
         self._handle = handle
@@ -460,6 +464,7 @@ class Session:
         """Most tokens it can hold."""
         self._settings = settings
         self._used: Settings | None = None
+        self._mask: MaskCall | None = None
         self._proposer: registry.Proposer | None = None
         self._proposer_of = ""
         self._room = ffi.new("int[]", lib.DS4_MAX_DRAFT + 1)
@@ -490,6 +495,7 @@ class Session:
         handle = self.engine._handle.adopt(check(self._handle.call(lib.ds4_session_fork)))
         copy = Session.__new__(Session)
         copy._start(self.engine, handle, self._settings)
+        copy._mask = self._mask
         return copy
 
     # ---- tokens in, logits out ----
@@ -553,7 +559,7 @@ class Session:
         p is the softmax of logits / temperature, of the top_k, then the top_p, then the min_p most likely.
         """
         gen = ffi.new("ds4_gen *")
-        keep = _fill_gen(gen, Gen(temperature, top_k, top_p, min_p, seed))  # noqa: F841 - what gen refers to
+        keep = _fill_gen(gen, Gen(temperature, top_k, top_p, min_p, seed), 0)  # noqa: F841 - what gen refers to
         return int(check(self._handle.call(lib.ds4_session_sample, gen)))
 
     def top_logprobs(self, n: int) -> list[Logprob]:
@@ -590,10 +596,11 @@ class Session:
         logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = (),
         scheme: str = "coupled",
         penalty_from: int = 0,
+        mask: Mask | None = None,
     ) -> None:
         """How `next` and `step` choose tokens, as in `Options`. Penalties count the tokens from position penalty_from on."""
         bias = tuple(sorted(dict(logit_bias).items()))
-        gen = Gen(temperature, top_k, top_p, min_p, seed, presence_penalty, frequency_penalty, bias, scheme, penalty_from)
+        gen = Gen(temperature, top_k, top_p, min_p, seed, presence_penalty, frequency_penalty, bias, scheme, penalty_from, mask)
         settings = replace(self._settings, gen=gen)
         self._use(settings)
         self._settings = settings
@@ -618,11 +625,26 @@ class Session:
             self._used = None
             stops = _ids(settings.stop_tokens)
             gen = ffi.new("ds4_gen *")
-            keep = _fill_gen(gen, settings.gen)  # noqa: F841 - what gen refers to until it is copied
+            _bias, mask = _fill_gen(gen, settings.gen, self.engine.info.vocab)
             check(self._handle.call(lib.ds4_session_set_gen, gen))
+            self._mask = mask
             self._drafts_by(settings)
             check(self._handle.call(lib.ds4_session_set_stops, _int_array(stops), len(stops), settings.ignore_eos))
             self._used = settings
+
+    def _check(self, result: int) -> int:
+        """As `check`; what the mask raised comes before that it failed."""
+        error = self._mask_error()
+        if error:
+            raise error
+        return int(check(result))
+
+    def _mask_error(self) -> Exception | None:
+        """What the mask raised since the last time."""
+        if self._mask is None:
+            return None
+        error, self._mask.error = self._mask.error, None
+        return error
 
     def _drafts_by(self, settings: Settings) -> None:
         """Drafts of this core and depth from now on."""
@@ -642,13 +664,13 @@ class Session:
                 room = min(settings.depth, most - 1, self.ctx - self.position - 1)
                 drafts = self._proposer.propose(token, room) if room > 0 else ()
                 return self._verify(token, list(drafts)[:room], most)
-            n = check(self._handle.call(lib.ds4_session_step, token, most, self._room))
+            n = self._check(self._handle.call(lib.ds4_session_step, token, most, self._room))
             return list(self._room[0:n])
 
     def _next(self, settings: Settings) -> int:
         with self._handle.lock:
             self._use(settings)
-            return int(check(self._handle.call(lib.ds4_session_next)))
+            return int(self._check(self._handle.call(lib.ds4_session_next)))
 
     def next(self) -> int:
         """The next token as the session chooses it (see `set_sampling`); the same until the session moves."""
@@ -681,7 +703,7 @@ class Session:
 
     def _verify(self, token: int, drafts: Tokens, most: int) -> list[int]:
         ids = _ids(drafts)
-        n = check(self._handle.call(lib.ds4_session_verify, token, _int_array(ids), len(ids), most, self._room))
+        n = self._check(self._handle.call(lib.ds4_session_verify, token, _int_array(ids), len(ids), most, self._room))
         return list(self._room[0:n])
 
     def keep(self, n: int) -> None:

@@ -16,9 +16,10 @@ import numpy.typing as npt
 from ds4 import errors, registry
 
 if TYPE_CHECKING:
+    from ds4._native import Mask
     from ds4.engine import Session
 
-FinishReason = Literal["eos", "stop", "length"]
+FinishReason = Literal["eos", "stop", "length", "error"]
 
 
 class Options(TypedDict, total=False):
@@ -49,6 +50,9 @@ class Options(TypedDict, total=False):
     """Taken off the logit of a token for each time that it was generated before, -100 to 100."""
     logit_bias: Mapping[int, float]
     """Token id -> addend to its logit; -inf bans it."""
+    mask: Mask | None
+    """Which tokens may follow: a function from the text's ids, int32 [n], to bool [V], or to None for all. It is called for each
+    row that a token is chosen from, drafts too, and must depend on the text alone. What it raises ends the generation."""
     scheme: str
     """How sampled text is verified: "coupled" (a seed's text is the same with and without drafts) or "rejection"."""
     draft_core: str
@@ -105,7 +109,8 @@ class Completion(str):
 
     `tokens`: the ids generated (of a text ended by a stop text: up to the token that completed it).
     `logprobs`: one for each token if asked for, else None.
-    `finish_reason`: "eos" (end of sequence, or a stop token), "stop" (a stop text) or "length" (max_tokens, or the context is full).
+    `finish_reason`: "eos" (end of sequence, or a stop token), "stop" (a stop text), "length" (max_tokens, or the context is full) or,
+    in a batch, "error".
     `reasoning`: what a chat's answer was thought over with, "" if nothing; `text` is the answer without it.
     """
 
@@ -164,6 +169,7 @@ class Gen(NamedTuple):
     scheme: str = "coupled"
     penalty_from: int | None = None
     """The position that penalties count from; None: where the generation begins."""
+    mask: Mask | None = None
 
 
 @dataclass(frozen=True)
@@ -229,20 +235,20 @@ class Text:
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = stops
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.held = ""
+        self.certain = self.held = ""
         self.stopped = False
 
-    def feed(self, data: bytes, final: bool = False) -> str:
-        """The text that is certain now. After the first stop text to be complete nothing comes any more."""
-        if self.stopped:
-            return ""
+    def feed(self, data: bytes, final: bool = False) -> None:
+        """More bytes. After the first stop text to be complete nothing is taken any more."""
         for c in self.decoder.decode(data, final):
+            if self.stopped:
+                return
             self.held += c
             length = max((len(s) for s in self.stops if self.held.endswith(s)), default=0)
-            if length:
-                self.stopped = True
-                return self._release(len(self.held) - length)
-        return self._release(len(self.held) - (0 if final else self._could_become_stop()))
+            self.stopped = length > 0
+            keep = length or self._could_become_stop()
+            self.certain += self.held[: len(self.held) - keep]
+            self.held = self.held[len(self.held) - keep :]
 
     def _could_become_stop(self) -> int:
         """Length of the longest end of the held text that begins a stop text."""
@@ -252,8 +258,14 @@ class Text:
                 return n
         return 0
 
-    def _release(self, n: int) -> str:
-        out, self.held = self.held[:n], self.held[n:]
+    def release(self, final: bool = False) -> str:
+        """The text that became certain since the last time. `final`: nothing more comes, and what was held back is no stop text."""
+        if final:
+            self.feed(b"", final=True)
+            if not self.stopped:
+                self.certain += self.held
+            self.held = ""
+        out, self.certain = self.certain, ""
         return out
 
 
@@ -274,48 +286,88 @@ def logprobs_of(logits: npt.NDArray[np.float32], token: int, n: int) -> TokenLog
 # ---- the loop ----
 
 
+class Generation:
+    """A text that is being generated after what a session holds: what to evaluate next, and what comes of it.
+
+    Evaluate `token`, with drafts, at most `left` tokens in all, and give what was committed to `take`; until `finish` is set.
+    """
+
+    def __init__(self, session: Session, request: Request) -> None:
+        self.session, self.request, self.settings = session, request, request.settings
+        if self.settings.gen.penalty_from is None:
+            self.settings = replace(self.settings, gen=self.settings.gen._replace(penalty_from=session.position))
+        self.text = Text(request.stops)
+        self.left = request.max_tokens
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish: FinishReason | None = None
+        self.error: Exception | None = None
+        self.token = -1
+        self.before: npt.NDArray[np.float32] | None = None
+        self._choose()
+
+    def _choose(self) -> None:
+        """The token that follows, not evaluated yet, or why none does."""
+        session, settings = self.session, self.settings
+        if self.left <= 0 or session.position >= session.ctx:
+            self.finish = "length"
+            return
+        try:
+            self.token = session._next(settings)
+            self.before = session.logits() if self.request.logprobs else None
+        except Exception as e:
+            self.fail(e)
+            return
+        if self.token in settings.stop_tokens or (session.engine.is_eos(self.token) and not settings.ignore_eos):
+            self.finish = "eos"
+
+    def take(self, block: Sequence[int]) -> None:
+        """What a step committed."""
+        session = self.session
+        for i, token in enumerate(block):
+            self.tokens.append(token)
+            self.left -= 1
+            if self.before is not None:
+                row = session.step_logits(i - 1) if i else self.before
+                self.logprobs.append(logprobs_of(row, token, self.request.logprobs))
+            if not session.engine.is_eos(token):
+                self.text.feed(session.engine.piece(token))
+            if self.text.stopped:
+                session.keep(i + 1)
+                self.finish = "stop"
+                return
+        self._choose()
+
+    def fail(self, error: Exception) -> None:
+        """End with an error. What was committed before stays."""
+        self.error, self.finish = error, "error"
+
+    def piece(self) -> Piece | None:
+        """The text that is certain since the last one, if any, or the last."""
+        text = self.text.release(final=self.finish is not None)
+        if not text and self.finish is None:
+            return None
+        piece = Piece(text, self.tokens, self.logprobs if self.request.logprobs else None, self.finish)
+        self.tokens, self.logprobs = [], []
+        return piece
+
+
 def pieces(session: Session, request: Request) -> Iterator[Piece]:
     """Text after what the session holds, a piece for one pass or for several.
 
-    Every token of a piece is evaluated. When the text ends at a stop text, the session ends at the token that completed it.
+    Every token of a piece is evaluated. When the text ends at a stop text, the session ends at the token that completed it. When
+    it ends with an error, a last piece has what was certain or held back, if anything; then the error is raised.
     """
-    settings, text = request.settings, Text(request.stops)
-    if settings.gen.penalty_from is None:
-        settings = replace(settings, gen=settings.gen._replace(penalty_from=session.position))
-    tokens: list[int] = []
-    logprobs: list[TokenLogprobs] = []
-    left = request.max_tokens
-    token, finish = _next(session, settings, left)
-    if finish is not None:
-        yield Piece("", [], logprobs if request.logprobs else None, finish)
-    while finish is None:
-        out = ""
-        before = session.logits() if request.logprobs else None
-        block = session._step(token, left, settings)
-        for i, token in enumerate(block):
-            tokens.append(token)
-            left -= 1
-            if before is not None:
-                logprobs.append(logprobs_of(session.step_logits(i - 1) if i else before, token, request.logprobs))
-            if not session.engine.is_eos(token):
-                out += text.feed(session.engine.piece(token))
-            if text.stopped:
-                session.keep(i + 1)
-                finish = "stop"
-                break
-        if finish is None:
-            token, finish = _next(session, settings, left)
-        if finish is not None:
-            out += text.feed(b"", final=True)
-        if out or finish is not None:
-            yield Piece(out, tokens, logprobs if request.logprobs else None, finish)
-            tokens, logprobs = [], []
-
-
-def _next(session: Session, settings: Settings, left: int) -> tuple[int, FinishReason | None]:
-    """The token that follows, not evaluated yet, or why none does."""
-    if left <= 0 or session.position >= session.ctx:
-        return -1, "length"
-    token = session._next(settings)
-    ends = token in settings.stop_tokens or (session.engine.is_eos(token) and not settings.ignore_eos)
-    return token, "eos" if ends else None
+    text = Generation(session, request)
+    while True:
+        piece = text.piece()
+        if piece is not None and (piece.tokens or text.error is None):
+            yield piece
+        if text.error is not None:
+            raise text.error
+        if text.finish is not None:
+            return
+        try:
+            text.take(session._step(text.token, text.left, text.settings))
+        except Exception as e:
+            text.fail(e)
