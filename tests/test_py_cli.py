@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -353,6 +354,17 @@ def test_other_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delitem(sys.modules, "ds4.train", raising=False)
     assert "needs gguf, tokenizers and torch" in run("train", "out", status=1).stderr
     assert "OUT_DIR" not in run("train", "--help").stdout and "torch" in run("train", "--help").stdout
+
+
+def test_documented_commands(tmp_path: Path) -> None:
+    """Every command of docs/ds4py.md, as it stands."""
+    (tmp_path / "flash.gguf").symlink_to(TINY / "target.gguf")
+    (tmp_path / "flash-mtp.gguf").symlink_to(TINY / "head-ds4.gguf")
+    (tmp_path / "question.txt").write_text("In the beginning God created the heaven")
+    lines = [line.strip() for line in (ROOT / "docs/ds4py.md").read_text().splitlines() if line.startswith("    ds4py ")]
+    assert len(lines) > 12
+    for line in lines:
+        run(*shlex.split(line)[1:], input="")
 
 
 # ---- processes ----
