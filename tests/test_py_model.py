@@ -18,7 +18,17 @@ from ds4.model import MTPCache
 TINY = ROOT / "tests/data/tiny"
 PROMPT = "And it came to pass"
 LENGTH = 40
+
+
+def no_repeats(ids: np.ndarray) -> np.ndarray:
+    """A mask: not token 17, and no token twice in a row."""
+    allowed = np.ones(2048, bool)
+    allowed[[17, *ids[-1:]]] = False
+    return allowed
+
+
 CONFIGS = {
+    "mask": SamplerConfig(speculative_depth=2, temperature=0.9, mask=no_repeats),
     "greedy": SamplerConfig(speculative_depth=2),
     "margin 0": SamplerConfig(speculative_depth=3, margin=0),
     "sampled": SamplerConfig(speculative_depth=2, temperature=1.5, top_k=50, seed=7),
@@ -249,6 +259,8 @@ def test_wrong_arguments(model: Model) -> None:
         ):
             with pytest.raises(error, match=message):
                 call()
+        with pytest.raises(TypeError, match="expected a sequence of integers"):
+            model.mtp_forward(cache, [1.5], depth=1)  # type: ignore[list-item]
         assert model.mtp_forward(cache, [1] * 16, depth=8).shape == (4, vocab)  # what the context holds
     with Model.from_pretrained(TINY / "target.gguf", mtp=False) as plain:
         assert not plain.engine.info.has_head

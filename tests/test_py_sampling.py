@@ -263,6 +263,7 @@ def test_tiny_temperature() -> None:
         ("seed", [-1, 2**64, 0.5]),
         ("margin", [-1, 1001, math.nan]),
         ("scheme", ["both"]),
+        ("mask", [3, "x"]),
         ("logit_bias", [{-1: 1.0}, {0.5: 1.0}]),
         ("logit_bias[3]", [{3: math.inf}, {3: math.nan}, {3: "x"}]),
     ],

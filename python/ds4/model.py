@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from ds4 import names, registry
 from ds4._native import MAX_DRAFT
-from ds4.engine import Engine, Message, Session, Thinking, Tokens
+from ds4.engine import Engine, Message, Session, Thinking, Tokens, prompt_ids
 from ds4.errors import InvalidArgument, LoadError
 from ds4.generation import Completion, Options, Piece
 from ds4.sampling import SamplerConfig
@@ -131,11 +131,11 @@ def hold(session: Session, ids: list[int]) -> None:
         session.eval(ids[session.position :])
 
 
-def _text(input_ids: Ids) -> list[int]:
+def _text(engine: Engine, input_ids: Ids) -> list[int]:
     """The ids as a list; an array of shape [1, n] counts as [n]."""
     if isinstance(input_ids, np.ndarray) and input_ids.ndim == 2 and len(input_ids) == 1:
         input_ids = input_ids[0]
-    ids = [int(i) for i in np.asarray(input_ids).tolist()] if len(input_ids) else []
+    ids: list[int] = prompt_ids(engine, input_ids).tolist()
     if not ids:
         raise InvalidArgument("input_ids is empty; expected the text so far, at least one token")
     return ids
@@ -283,10 +283,10 @@ class Model:
         Fewer rows than depth at the end of the context and behind a stop token, which nothing follows; none for a text of one
         token, which the head cannot go on from. Nothing is committed.
 
-        Raises InvalidArgument without a head, for a depth outside 0 to 16 and for ids outside the vocabulary, ContextFull if the
-        text does not fit.
+        Raises InvalidArgument without a head, for a depth outside 0 to 16 and for ids outside the vocabulary, TypeError for ids
+        that are no integers, ContextFull if the text does not fit.
         """
-        ids = _text(input_ids)
+        ids = _text(self.engine, input_ids)
         if not 0 <= depth <= MAX_DRAFT:
             raise InvalidArgument(f"depth is {depth}; expected 0 to {MAX_DRAFT}")
         draft_cache._hold(ids)
@@ -305,7 +305,7 @@ class Model:
         Raises InvalidArgument for another shape, NaN and ids outside the vocabulary, ContextFull if the text does not fit; nothing
         is verified then.
         """
-        ids, rows = _text(input_ids), np.asarray(draft_logits)
+        ids, rows = _text(self.engine, input_ids), np.asarray(draft_logits)
         vocab = self.engine.info.vocab
         if rows.ndim != 2 or rows.shape[1] != vocab or len(rows) > MAX_DRAFT:
             raise InvalidArgument(f"draft_logits has shape {rows.shape}; expected [up to {MAX_DRAFT}, {vocab}]")
@@ -327,8 +327,8 @@ class Model:
 
 def _sampling(config: SamplerConfig) -> dict[str, Any]:
     """The part of a config that says how tokens are chosen, as keywords of `Session.set_sampling`."""
-    names_of = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "scheme")
-    return {name: getattr(config, name) for name in names_of} | {"logit_bias": dict(config.bias_pairs)}
+    fields = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "scheme", "mask")
+    return {name: getattr(config, name) for name in fields} | {"logit_bias": dict(config.bias_pairs)}
 
 
 def options_of(config: SamplerConfig | None) -> Options:

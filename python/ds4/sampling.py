@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
@@ -81,6 +81,8 @@ class SamplerConfig:
     """Taken off the logit of a token for each time that the text holds it; -100 to 100."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     """Token id -> addend to its logit; -inf bans it. Kept as pairs, sorted by id."""
+    mask: Callable[[npt.NDArray[np.int32]], npt.NDArray[np.bool_] | None] | None = None
+    """Which tokens may follow: a function of the text's ids, int32 [n], to bool [V] (None: all); called for each token."""
     seed: int = 0
     """The same seed gives the same text; 0 to 2**64 - 1."""
     margin: float = 3.0
@@ -102,6 +104,7 @@ class SamplerConfig:
         _check_number("frequency_penalty", self.frequency_penalty, -100, 100)
         _check_integer("seed", self.seed, 0, 2**64 - 1)
         _check_number("margin", self.margin, 0, 1000)
+        _check("mask", self.mask, self.mask is None or callable(self.mask), "a function or None")
         _check("scheme", self.scheme, self.scheme in ("coupled", "rejection"), "'coupled' or 'rejection'")
         bias = dict(self.logit_bias)
         for token, value in bias.items():
@@ -127,7 +130,7 @@ def adjust_logits(
     """Logits after bias, penalties and mask: float64 [V].
 
     logits [V]; counts int [V]: how often the text so far holds each token (for the penalties; None: not at all); mask bool
-    [V]: the tokens that may come (None: all). Raises InvalidArgument for shapes that differ, a bias outside the vocabulary, NaN or
+    [V]: the tokens that may come (None: all; the config's function is not called). Raises InvalidArgument for shapes that differ, a bias outside the vocabulary, NaN or
     infinite logits, and when no token is left.
     """
     z = np.array(logits, np.float64)
