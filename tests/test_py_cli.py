@@ -16,11 +16,13 @@ from typing import Any
 
 import built  # noqa: F401 - builds the extension
 import click
+import gguf
 import pytest
 from click.testing import CliRunner, Result
 from conftest import ROOT
 from ds4 import Model, SamplerConfig, bench, names
 from ds4.cli import main
+from fixtures import rewrite
 
 SMALL, HEAD = ROOT / "models/small.gguf", ROOT / "models/small-mtp.gguf"
 TINY = ROOT / "tests/data/tiny"
@@ -207,6 +209,43 @@ def test_chat() -> None:
         second = model.chat(turns, max_tokens=10)
     out = run("chat", "-m", "small", "-n", 10, input="In the beginning\nAnd\n").stdout
     assert out == "".join(text.removesuffix("\n") + "\n" for text in (first.text, second.text))
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model with V4's chat template, its head beside it."""
+    folder = tmp_path_factory.mktemp("talker")
+    (folder / "talker-mtp.gguf").symlink_to(HEAD)
+    template = ("{{ bos_token }}<｜User｜><｜Assistant｜><think></think>", gguf.GGUFValueType.STRING)
+    return rewrite(SMALL, folder / "talker.gguf", extra={"tokenizer.chat_template": template})
+
+
+def test_prompts_are_the_other_programs(talker: Path, ds4: Path) -> None:
+    """User turns, system texts, thinking, rendered and raw text: the ids that ./ds4 generates."""
+    rendered = "<｜User｜>Hail<｜Assistant｜></think>"
+    for args in (
+        ["-p", "Hail"], ["-p", "Hail", "-sys", "Be brief."], ["-p", "Hail", "--think"], ["-p", "Hail", "--think-max"],
+        ["-p", "Hail", "--raw-prompt"], ["-p", rendered, "--rendered"], ["-p", rendered], ["-p", ""],
+        ["-p", "Hail", "--temp", "0.9", "--top-p", "0.9", "--seed", "4", "--presence-penalty", "1", "--logit-bias", "17:-2"],
+    ):  # fmt: skip
+        args = [*args, "-n", "12", "--print-ids", "-m", str(talker)]
+        theirs = subprocess.run([ds4, *args], capture_output=True, text=True, check=True).stdout
+        assert run("generate", *args).stdout == theirs and theirs.count("\n") > 3, args
+
+
+def test_chat_turns(talker: Path) -> None:
+    """A talk with and without thinking, in one session, is the library's conversation."""
+    out = run("chat", "-m", talker, "-n", 12, "-sys", "Be brief.", input="Hail\n/think\nAnd now?\n/nothink\nAnd?\n").stdout
+    turns: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
+    expected = ""
+    with Model.from_pretrained(talker) as model:
+        for text, thinking in (("Hail", "off"), ("And now?", "on"), ("And?", "off")):
+            turns.append({"role": "user", "content": text})
+            answer = model.chat(turns, thinking=thinking, max_tokens=12)  # type: ignore[arg-type]
+            turns.append({"role": "assistant", "content": answer.text, "reasoning": answer.reasoning})
+            shown = model.decode(answer.tokens)
+            expected += shown.removesuffix("\n") + "\n"
+    assert out == expected
 
 
 # ---- looking at things ----
