@@ -788,7 +788,7 @@ bad:
  * Nothing above depends on how many rows or outputs run together or on the instruction set. Bodies are written once, as
  * inline functions over plain loops that a compiler vectorises, and instantiated for each instruction set (KERNEL_SET);
  * the dots and little else are written with intrinsics, and are tested for equality with the plain ones. To add a type:
- * an entry in type_table, an unpack function, a line in tile_for and TILE_SET; AVX-512 wants an unpacking of its own.
+ * an entry in type_table, an unpack function, a line in tile_for and TILE_SET; AVX2 and AVX-512 have unpackings of their own.
  * Relies on section 1 (fail).
  * ================================================================================================================== */
 
@@ -910,6 +910,11 @@ ALWAYS_INLINE double double_of(uint64_t u) {
 ALWAYS_INLINE uint16_t load_u16(const uint8_t *p) {
     uint16_t u;
     memcpy(&u, p, 2);
+    return u;
+}
+ALWAYS_INLINE uint64_t load_u64(const uint8_t *p) {
+    uint64_t u;
+    memcpy(&u, p, 8);
     return u;
 }
 ALWAYS_INLINE uint32_t load_u32(const uint8_t *p) {
@@ -1067,6 +1072,12 @@ typedef struct {
 
 ALWAYS_INLINE bool type_has_min(uint32_t type) { return type == T_Q2_K || type == T_Q4_K || type == T_Q5_K; }
 
+/* Signed values that vectors hold as unsigned bytes, 4 or 32 too large. */
+ALWAYS_INLINE bool type_has_offset(uint32_t type) { return type == T_Q3_K || type == T_Q6_K; }
+
+/* Where a block of 256 keeps its scale; that of its minimums follows. */
+ALWAYS_INLINE int scale_at(uint32_t type) { return type == T_Q2_K ? 80 : type == T_Q3_K ? 108 : type == T_Q6_K ? 208 : 0; }
+
 ALWAYS_INLINE void unpack_q8_0(const uint8_t *b, wblock *u) {
     u->d = f16_to_f32(load_u16(b));
     memcpy(u->q, b + 2, 32);
@@ -1209,11 +1220,13 @@ ALWAYS_INLINE float join_lanes(const float *acc) {
     return (t[0] + t[2]) + (t[1] + t[3]);
 }
 
-/* Where value i of an int8 row of n lies. With one scale for 256 values: at i. With one for 32, a group of 16 blocks is
- * stored as 8 words of 4 values from each of its blocks in turn, so that a vector's lanes are blocks and no sum crosses
- * lanes; the last group may have fewer blocks. */
+/* Where value i of an int8 row of n lies. With one scale for 256 values: a block is four parts, and part c holds values 8c to
+ * 8c + 7 of each of the block's eight runs of 32. So 64 bits of a vector are always of the same run, which is what the weights'
+ * scales are given for. With one scale for 32, a group of 16 blocks is stored as 8 words of 4 values from each of its blocks in
+ * turn, so that a vector's lanes are blocks and no sum crosses lanes; the last group may have fewer blocks. */
 ALWAYS_INLINE int64_t act_offset(act_kind kind, int64_t n, int64_t i) {
-    if (kind != ACT_Q32) return i;
+    if (kind == ACT_FLOAT) return i;
+    if (kind == ACT_Q256) return i / 256 * 256 + i / 8 % 4 * 64 + i / 32 % 8 * 8 + i % 8;
     int64_t block = i / 32, group = block / LANES, left = n / 32 - group * LANES;
     int64_t lanes = left < LANES ? left : LANES;
     return group * (32 * LANES) + (i % 32) / 4 * (4 * lanes) + block % LANES * 4 + i % 4;
@@ -1246,7 +1259,7 @@ ALWAYS_INLINE int16_t sum_of_16(const int8_t *q) {
 }
 
 /* A block of 32 values in natural order to its places in the row. */
-ALWAYS_INLINE void scatter_block(int64_t n, int64_t b, const int8_t *v, int8_t *q) {
+ALWAYS_INLINE void scatter_32(int64_t n, int64_t b, const int8_t *v, int8_t *q) {
     const int64_t at = act_offset(ACT_Q32, n, b * 32), step = act_offset(ACT_Q32, n, b * 32 + 4) - at;
     for (int k = 0; k < 8; k++) memcpy(q + at + k * step, v + 4 * k, 4);
 }
@@ -1257,13 +1270,17 @@ ALWAYS_INLINE void quantise_32_body(int64_t n, const float *x, int8_t *q, float 
         d[b] = quantise_block(32, x + b * 32, v);
         sum[2 * b] = sum_of_16(v);
         sum[2 * b + 1] = sum_of_16(v + 16);
-        scatter_block(n, b, v, q);
+        scatter_32(n, b, v, q);
     }
 }
 
 ALWAYS_INLINE void quantise_256_body(int64_t n, const float *x, int8_t *q, float *d, int16_t *sum) {
-    for (int64_t b = 0; b < n / 256; b++) d[b] = quantise_block(256, x + b * 256, q + b * 256);
-    for (int64_t i = 0; i < n / 16; i++) sum[i] = sum_of_16(q + i * 16);
+    for (int64_t b = 0; b < n / 256; b++) {
+        int8_t v[256];
+        d[b] = quantise_block(256, x + b * 256, v);
+        for (int i = 0; i < 16; i++) sum[b * 16 + i] = sum_of_16(v + i * 16);
+        for (int i = 0; i < 256; i += 8) memcpy(q + act_offset(ACT_Q256, n, b * 256 + i), v + i, 8);
+    }
 }
 
 ALWAYS_INLINE void dequantise_body(uint32_t type, int64_t n, const uint8_t *w, float *out) {
@@ -1500,7 +1517,7 @@ ALWAYS_INLINE void block_dot(uint32_t type, int block, int64_t n, const wblock *
     } else {
         for (int s = 0; s < 16; s++) {
             int32_t part = 0;
-            for (int i = 0; i < 16; i++) part += u->q[16 * s + i] * q[b * 256 + 16 * s + i];
+            for (int i = 0; i < 16; i++) part += u->q[16 * s + i] * q[b * 256 + act_offset(ACT_Q256, n, 16 * s + i)];
             dot += part * u->scale[s];
         }
     }
@@ -1523,6 +1540,13 @@ ALWAYS_INLINE void block_tile(uint32_t type, TILE_ARGS) {
         }
         for (int j = 0; j < m; j++) out[(size_t)j * ldo + (size_t)o] = join_lanes(acc[j]);
     }
+}
+
+/* Weights come from memory, and more of them have to be on their way than the processor asks for by itself: `size` bytes
+ * starting this far ahead are fetched. That they may lie beyond the tensor does no harm. */
+enum { AHEAD = 4096 };
+ALWAYS_INLINE void fetch_ahead(const uint8_t *w, int64_t size) {
+    for (int64_t i = 0; i < size / 64; i++) __builtin_prefetch((const void *)((uintptr_t)w + AHEAD + 64 * (uintptr_t)i));
 }
 
 /* The products of all rows, tile by tile: few weight rows at a time, so that they stay in the first cache while the
@@ -1731,7 +1755,7 @@ INLINE_256 void quantise_32_256(int64_t n, const float *x, int8_t *q, float *d, 
         if ((uint32_t)_mm_cvtsi128_si32(t) - QUANTISE_MIN >= INF_BITS - QUANTISE_MIN) {
             d[b] = quantise_block(32, x + b * 32, bytes);               /* the cases that are not numbers to round */
             sum[2 * b] = sum[2 * b + 1] = 0;
-            scatter_block(n, b, bytes, q);
+            scatter_32(n, b, bytes, q);
             continue;
         }
         const float max = _mm_cvtss_f32(_mm_castsi128_ps(t));
@@ -1748,7 +1772,7 @@ INLINE_256 void quantise_32_256(int64_t n, const float *x, int8_t *q, float *d, 
         sum[2 * b] = (int16_t)_mm_cvtsi128_si32(_mm256_castsi256_si128(s));
         sum[2 * b + 1] = (int16_t)_mm_cvtsi128_si32(_mm256_extracti128_si256(s, 1));
         _mm256_storeu_si256((void *)bytes, all);
-        scatter_block(n, b, bytes, q);
+        scatter_32(n, b, bytes, q);
     }
 }
 
@@ -1847,8 +1871,120 @@ INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
     for (int o = 0; o < n_out; o++) q32_row_256(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
 }
 
-/* IQ2_XXS: the halves of the block's 8 words of signs and scale that hold signs, a byte for each 8 weights. A byte's
- * eighth sign is the parity of the seven that are stored. */
+/* A block of 256 weights in the order of act_offset, half of each part at a time: unsigned bytes (Q3_K: 4 too large, Q6_K: 32);
+ * for IQ2_XXS, whose bytes are magnitudes, 1 or -1 for each; a scale for every pair of bytes; and a minimum for each 16 values,
+ * or where values are too large their excess * scale, which belongs to the same sum. */
+typedef struct {
+    __m256i w[4][2], sign[4][2];
+    __m256i scale[2][2];        /* [half][parts 0 and 1, or 2 and 3] */
+    __m256i min;
+} wblock256;
+
+INLINE_256 __m256i each_64(const uint8_t *p) { return _mm256_set1_epi64x((long long)load_u64(p)); }
+
+/* Scales for 16 values each, 16 signed bytes, to the words they belong to. */
+INLINE_256 void spread_scales_256(__m128i s, wblock256 *u) {
+    const __m256i to = _mm256_setr_epi16(0x80, 0x80, 0x80, 0x80, 0x280, 0x280, 0x280, 0x280, /* the high byte of each word */
+                                         0x480, 0x480, 0x480, 0x480, 0x680, 0x680, 0x680, 0x680);
+    UNROLL for (int i = 0; i < 4; i++) {
+        const __m256i at = _mm256_add_epi8(to, _mm256_set1_epi8((char)(8 * (i / 2) + i % 2)));
+        u->scale[i / 2][i % 2] = _mm256_srai_epi16(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(s), at), 8);
+    }
+}
+
+/* Scales for 32 values each, 8 bytes, likewise. */
+INLINE_256 void spread_wide_scales_256(__m128i s, wblock256 *u) {
+    const __m256i to = _mm256_setr_epi16(0x80, 0x80, 0x80, 0x80, 0x180, 0x180, 0x180, 0x180, /* the high byte of each word */
+                                         0x280, 0x280, 0x280, 0x280, 0x380, 0x380, 0x380, 0x380);
+    UNROLL for (int h = 0; h < 2; h++) {
+        const __m256i at = _mm256_add_epi8(to, _mm256_set1_epi8((char)(4 * h)));
+        u->scale[h][0] = u->scale[h][1] = _mm256_srai_epi16(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(s), at), 8);
+    }
+}
+
+/* The 2-bit values of Q2_K and Q3_K. */
+INLINE_256 void two_bits_256(const uint8_t *p, wblock256 *u) {
+    UNROLL for (int i = 0; i < 8; i++) u->w[i / 2][i % 2] = _mm256_and_si256(
+        _mm256_srlv_epi64(each_64(p + 32 * (i % 2) + 8 * (i / 2)), _mm256_setr_epi64x(0, 2, 4, 6)), _mm256_set1_epi8(3));
+}
+
+/* The 4-bit values of Q4_K and Q5_K. */
+INLINE_256 void four_bits_256(const uint8_t *p, wblock256 *u) {
+    UNROLL for (int i = 0; i < 8; i++) {
+        const uint8_t *at = p + 64 * (i % 2) + 8 * (i / 2);
+        const __m256i v = _mm256_blend_epi32(each_64(at), each_64(at + 32), 0xf0);
+        u->w[i / 2][i % 2] = _mm256_and_si256(_mm256_srlv_epi64(v, _mm256_setr_epi64x(0, 4, 0, 4)), _mm256_set1_epi8(15));
+    }
+}
+
+/* One more bit of each value, bit r of byte i for value i of run r, to bit `to`. */
+INLINE_256 void add_bits_256(const uint8_t *p, int to, wblock256 *u) {
+    UNROLL for (int i = 0; i < 8; i++) {
+        const __m256i run = _mm256_add_epi64(_mm256_setr_epi64x(0, 1, 2, 3), _mm256_set1_epi64x(4 * (i % 2)));
+        const __m256i bit = _mm256_and_si256(_mm256_srlv_epi64(each_64(p + 8 * (i / 2)), run), _mm256_set1_epi8(1));
+        u->w[i / 2][i % 2] = _mm256_or_si256(u->w[i / 2][i % 2], _mm256_slli_epi16(bit, to));
+    }
+}
+
+/* Q2_K's scales and minimums, 4 bits each. */
+INLINE_256 void unpack_q2_k_256(const uint8_t *b, wblock256 *u) {
+    const __m128i s = _mm_loadu_si128((const void *)b), low = _mm_set1_epi8(15);
+    spread_scales_256(_mm_and_si128(s, low), u);
+    u->min = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(s, 4), low));
+    two_bits_256(b + 16, u);
+}
+
+/* Q3_K's 16 scales of 6 bits (unpack_q3_k), as signed bytes. */
+INLINE_256 __m128i q3_k_scales(const uint8_t *s) {
+    const uint32_t lo = 0x0f0f0f0f, hi = 0x30303030, a = load_u32(s), b = load_u32(s + 4), c = load_u32(s + 8);
+    const __m128i v = _mm_setr_epi32((int)((a & lo) | (c << 4 & hi)), (int)((b & lo) | (c << 2 & hi)),
+                                     (int)((a >> 4 & lo) | (c & hi)), (int)((b >> 4 & lo) | (c >> 2 & hi)));
+    return _mm_sub_epi8(v, _mm_set1_epi8(32));
+}
+
+INLINE_256 void unpack_q3_k_256(const uint8_t *b, wblock256 *u) {
+    const __m128i scale = q3_k_scales(b + 96);
+    spread_scales_256(scale, u);
+    u->min = _mm256_slli_epi16(_mm256_cvtepi8_epi16(scale), 2);
+    two_bits_256(b + 32, u);
+    add_bits_256(b, 2, u);
+}
+
+/* The scales of Q4_K and Q5_K (unpack_k_scales), 8 bytes; their minimums, each twice, as int16. */
+INLINE_256 __m128i k_scales(const uint8_t *s, __m256i *min) {
+    const uint32_t a = load_u32(s), b = load_u32(s + 4), c = load_u32(s + 8);
+    const __m128i m = _mm_setr_epi32((int)(b & 0x3f3f3f3f), (int)((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)), 0, 0);
+    *min = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(m, m));
+    return _mm_setr_epi32((int)(a & 0x3f3f3f3f), (int)((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)), 0, 0);
+}
+
+INLINE_256 void unpack_q4_k_256(const uint8_t *b, wblock256 *u) {
+    spread_wide_scales_256(k_scales(b + 4, &u->min), u);
+    four_bits_256(b + 16, u);
+}
+
+INLINE_256 void unpack_q5_k_256(const uint8_t *b, wblock256 *u) {
+    spread_wide_scales_256(k_scales(b + 4, &u->min), u);
+    four_bits_256(b + 48, u);
+    add_bits_256(b + 16, 4, u);
+}
+
+INLINE_256 void unpack_q6_k_256(const uint8_t *b, wblock256 *u) {
+    const __m128i scale = _mm_loadu_si128((const void *)(b + 192));
+    spread_scales_256(scale, u);
+    u->min = _mm256_slli_epi16(_mm256_cvtepi8_epi16(scale), 5);
+    UNROLL for (int i = 0; i < 8; i++) {
+        const uint8_t *at = b + 64 * (i % 2) + 8 * (i / 2);
+        const __m256i v =
+            _mm256_srlv_epi64(_mm256_blend_epi32(each_64(at), each_64(at + 32), 0xcc), _mm256_setr_epi64x(0, 0, 4, 4));
+        const __m256i high = _mm256_srlv_epi64(each_64(b + 128 + 32 * (i % 2) + 8 * (i / 2)), _mm256_setr_epi64x(0, 2, 4, 6));
+        u->w[i / 2][i % 2] = _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi8(15)),
+                                             _mm256_slli_epi16(_mm256_and_si256(high, _mm256_set1_epi8(3)), 4));
+    }
+}
+
+/* The halves of IQ2_XXS's 8 words of signs and scale that hold signs, a byte for each 8 weights. A byte's eighth sign is the
+ * parity of the seven that are stored. */
 INLINE_256 __m256i iq2_signs_256(__m256i rest) {
     const __m256i odd =
         _mm256_broadcastsi128_si256(_mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0));
@@ -1859,29 +1995,39 @@ INLINE_256 __m256i iq2_signs_256(__m256i rest) {
     return _mm256_or_si256(sign, _mm256_shuffle_epi8(odd, folded));
 }
 
-/* Four code words' magnitudes; blends of broadcasts, because every CPU has more units for those than for inserts. */
-INLINE_256 __m256i iq2_words_256(const uint8_t *code) {
-    __m256i w[4];
-    UNROLL for (int i = 0; i < 4; i++) w[i] = _mm256_set1_epi64x((long long)iq2_grid[code[i]]);
-    return _mm256_blend_epi32(_mm256_blend_epi32(w[0], w[1], 0x0c), _mm256_blend_epi32(w[2], w[3], 0xc0), 0xf0);
+/* The magnitudes are looked up a code word at a time; blends of broadcasts, because every CPU has more units for those than for
+ * inserts. */
+INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock256 *u) {
+    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u), one = _mm256_set1_epi8(1);
+    const __m256i word = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808); /* of each 128 bits, for part 0 */
+    const __m256i lo = _mm256_loadu_si256((const void *)(b + 2)), hi = _mm256_loadu_si256((const void *)(b + 34));
+    const __m256 rest = _mm256_shuffle_ps(_mm256_castsi256_ps(lo), _mm256_castsi256_ps(hi), 0xdd);
+    const __m256i sign = iq2_signs_256(_mm256_castps_si256(rest)); /* of runs 0 1 4 5 2 3 6 7 */
+    const __m256i signs[2] = {_mm256_unpacklo_epi32(sign, sign), _mm256_unpackhi_epi32(sign, sign)};
+    UNROLL for (int i = 0; i < 8; i++) {
+        const uint8_t *code = b + 2 + 32 * (i % 2) + i / 2;
+        __m256i w[4];
+        UNROLL for (int r = 0; r < 4; r++) w[r] = _mm256_set1_epi64x((long long)iq2_grid[code[8 * r]]);
+        u->w[i / 2][i % 2] =
+            _mm256_blend_epi32(_mm256_blend_epi32(w[0], w[1], 0x0c), _mm256_blend_epi32(w[2], w[3], 0xc0), 0xf0);
+        const __m256i s = _mm256_shuffle_epi8(signs[i % 2], _mm256_add_epi8(word, _mm256_set1_epi8((char)(i / 2))));
+        u->sign[i / 2][i % 2] = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(s, bit), bit), one);
+    }
+    UNROLL for (int h = 0; h < 2; h++) { /* 1 + 2 * the top four bits, in each of the run's four 16-bit words */
+        const __m256i top = _mm256_slli_epi64(_mm256_srli_epi64(h ? hi : lo, 60), 1);
+        const __m256i each = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(top, 0), 0);
+        u->scale[h][0] = u->scale[h][1] = _mm256_or_si256(each, _mm256_set1_epi16(1));
+    }
 }
 
-INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock *u) {
-    const __m256i each = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303); /* byte of 4 */
-    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
-    const __m256 lo = _mm256_castsi256_ps(_mm256_loadu_si256((const void *)(b + 2)));
-    const __m256 hi = _mm256_castsi256_ps(_mm256_loadu_si256((const void *)(b + 34)));
-    const __m256i rest = _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(lo, hi, 0xdd)), 0xd8);
-    const __m256i scale = _mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(rest, 28), 1), _mm256_set1_epi32(1));
-    uint32_t sign[8];
-    _mm256_storeu_si256((void *)sign, iq2_signs_256(rest));
-    _mm256_storeu_si256((void *)u->scale, _mm256_or_si256(scale, _mm256_slli_epi32(scale, 16))); /* each one twice */
-    u->d = f16_to_f32(load_u16(b)) * 0.125f;
-    UNROLL for (int g = 0; g < 8; g++) {
-        const __m256i w = iq2_words_256(b + 2 + 8 * g);
-        const __m256i s = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)sign[g]), each), bit);
-        const __m256i minus = _mm256_cmpeq_epi8(s, bit);
-        _mm256_store_si256((void *)(u->q + 32 * g), _mm256_sub_epi8(_mm256_xor_si256(w, minus), minus));
+INLINE_256 void unpack_256(uint32_t type, const uint8_t *b, wblock256 *u) {
+    switch (type) {
+    case T_Q2_K: unpack_q2_k_256(b, u); break;
+    case T_Q3_K: unpack_q3_k_256(b, u); break;
+    case T_Q4_K: unpack_q4_k_256(b, u); break;
+    case T_Q5_K: unpack_q5_k_256(b, u); break;
+    case T_Q6_K: unpack_q6_k_256(b, u); break;
+    default: unpack_iq2_xxs_256(b, u); break;
     }
 }
 
@@ -1897,18 +2043,32 @@ typedef struct {
     __m256i dot[8], min[8];
 } partial256;
 
-INLINE_256 void block_dot_256(uint32_t type, const wblock *u, const int8_t *q, const int16_t *sum, __m256i *dot, __m256i *min) {
+/* No 16-bit sum of products saturates: two pairs of Q6_K reach 4 * 63 * 127, four of Q5_K 8 * 31 * 127, two of IQ2_XXS
+ * 4 * 43 * 127. */
+INLINE_256 void block_dot_256(uint32_t type, const wblock256 *u, const int8_t *q, const int16_t *sum, __m256i *dot,
+                              __m256i *min) {
     __m256i total = _mm256_setzero_si256();
-    UNROLL for (int c = 0; c < 8; c++) {
-        const __m256i w = _mm256_load_si256((const void *)(u->q + 32 * c)), v = _mm256_loadu_si256((const void *)(q + 32 * c));
-        const __m256i scale = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_set1_epi16(u->scale[2 * c])),
-                                                      _mm_set1_epi16(u->scale[2 * c + 1]), 1);
-        const __m256i pairs = type_has_min(type) ? _mm256_maddubs_epi16(w, v) : dot_pairs_256(w, v);
-        total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, scale));
+    UNROLL for (int h = 0; h < 2; h++) {
+        __m256i p[4];
+        UNROLL for (int c = 0; c < 4; c++) {
+            __m256i v = _mm256_loadu_si256((const void *)(q + 64 * c + 32 * h));
+            if (type == T_IQ2_XXS) v = _mm256_sign_epi8(v, u->sign[c][h]);
+            p[c] = _mm256_maddubs_epi16(u->w[c][h], v);
+        }
+        const __m256i a = _mm256_add_epi16(p[0], p[1]), b = _mm256_add_epi16(p[2], p[3]);
+        if (type == T_Q4_K || type == T_Q5_K) {
+            total = _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_add_epi16(a, b), u->scale[h][0]));
+        } else {
+            total = _mm256_add_epi32(total, _mm256_madd_epi16(a, u->scale[h][0]));
+            total = _mm256_add_epi32(total, _mm256_madd_epi16(b, u->scale[h][1]));
+        }
+    }
+    if (type_has_min(type) || type_has_offset(type)) {
+        const __m256i s = _mm256_madd_epi16(u->min, _mm256_loadu_si256((const void *)sum));
+        if (type_has_min(type)) *min = s;
+        else total = _mm256_sub_epi32(total, s);
     }
     *dot = total;
-    if (type_has_min(type))
-        *min = _mm256_madd_epi16(_mm256_loadu_si256((const void *)u->min), _mm256_loadu_si256((const void *)sum));
 }
 
 INLINE_256 void q256_row_256(uint32_t type, int64_t n, const uint8_t *w, const tile_acts *x, int m, float *out, size_t ldo) {
@@ -1921,11 +2081,13 @@ INLINE_256 void q256_row_256(uint32_t type, int64_t n, const uint8_t *w, const t
         float d[8] = {0}, dmin[8] = {0};
         if (blocks < 8) memset(part, 0, (size_t)m * sizeof *part);
         for (int64_t b = 0; b < blocks; b++) {
-            wblock u;
-            if (type == T_IQ2_XXS) unpack_iq2_xxs_256(w + (g + b) * size, &u);
-            else unpack(type, w + (g + b) * size, &u);
-            d[b] = u.d;
-            if (type_has_min(type)) dmin[b] = u.dmin;
+            const uint8_t *block = w + (g + b) * size;
+            wblock256 u;
+            fetch_ahead(block, size + 48);
+            unpack_256(type, block, &u);
+            d[b] = f16_to_f32(load_u16(block + scale_at(type)));
+            if (type == T_IQ2_XXS) d[b] *= 0.125f;
+            if (type_has_min(type)) dmin[b] = f16_to_f32(load_u16(block + scale_at(type) + 2));
             for (int j = 0; j < m; j++)
                 block_dot_256(type, &u, x->q[j] + (g + b) * 256, x->sum[j] + (g + b) * 16, &part[j].dot[b], &part[j].min[b]);
         }
@@ -1955,7 +2117,7 @@ TILE_SET(avx2, TARGET_AVX2, float_tile_256, q32_tile_256, q256_tile_256)
 /* ---- 4.8 Matrix products with AVX-512 (VNNI) ---------------------------------------------------------------------- */
 
 #if defined(__x86_64__)
-#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
+#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,gfni,avx2,fma,f16c")))
 #define INLINE_512 ALWAYS_INLINE TARGET_AVX512
 
 INLINE_512 float join_512(__m512 a) {
@@ -2095,14 +2257,17 @@ INLINE_512 __m512i load_lanes_512(int64_t lanes, const void *p) {
     return lanes == LANES ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi32(first_lanes(lanes), p);
 }
 
-/* O rows of a 32-value type against a tile of activations, for the group of blocks from b. */
-INLINE_512 void q32_group_512(uint32_t type, const int O, int64_t b, const int64_t blocks, const uint8_t *w, size_t w_stride,
-                              const tile_acts *x, int m, __m512 acc[2][TILE]) {
+/* O rows of a 32-value type against J rows of activations, for the group of blocks from b. */
+INLINE_512 void q32_group_512(uint32_t type, const int O, int J, int64_t b, const int64_t blocks, const uint8_t *w,
+                              size_t w_stride, const tile_acts *x, __m512 acc[2][TILE]) {
     const int offset = type == T_Q8_0 ? 128 : type == T_Q4_0 ? 8 : 12;
     const __m512i minus_offset = _mm512_set1_epi16((int16_t)-offset);
     group512 u[2];
-    UNROLL for (int o = 0; o < O; o++) unpack_group_512(type, w + (size_t)o * w_stride, blocks, &u[o]);
-    for (int j = 0; j < m; j++) {
+    UNROLL for (int o = 0; o < O; o++) {
+        fetch_ahead(w + (size_t)o * w_stride, blocks * (type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17) + 48);
+        unpack_group_512(type, w + (size_t)o * w_stride, blocks, &u[o]);
+    }
+    UNROLL for (int j = 0; j < J; j++) {
         const int8_t *q = x->q[j] + b * 32;
         const __m512 scale = _mm512_castsi512_ps(load_lanes_512(blocks, x->d[j] + b));
         __m512i dot[2];
@@ -2116,144 +2281,177 @@ INLINE_512 void q32_group_512(uint32_t type, const int O, int64_t b, const int64
     }
 }
 
-INLINE_512 void q32_rows_512(uint32_t type, const int O, int64_t n, const uint8_t *w, size_t w_stride, const tile_acts *x,
-                             int m, float *out, size_t ldo) {
+INLINE_512 void q32_rows_512(uint32_t type, const int O, int J, int64_t n, const uint8_t *w, size_t w_stride,
+                             const tile_acts *x, float *out, size_t ldo) {
     const int size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
     __m512 acc[2][TILE];
-    for (int j = 0; j < m; j++) acc[0][j] = acc[1][j] = _mm512_setzero_ps();
+    for (int j = 0; j < J; j++) acc[0][j] = acc[1][j] = _mm512_setzero_ps();
     int64_t b = 0;
-    for (; b + LANES <= n / 32; b += LANES) q32_group_512(type, O, b, LANES, w + b * size, w_stride, x, m, acc);
-    if (b < n / 32) q32_group_512(type, O, b, n / 32 - b, w + b * size, w_stride, x, m, acc);
-    for (int j = 0; j < m; j++)
+    for (; b + LANES <= n / 32; b += LANES) q32_group_512(type, O, J, b, LANES, w + b * size, w_stride, x, acc);
+    if (b < n / 32) q32_group_512(type, O, J, b, n / 32 - b, w + b * size, w_stride, x, acc);
+    for (int j = 0; j < J; j++)
         for (int o = 0; o < O; o++) out[(size_t)j * ldo + (size_t)o] = join_512(acc[o][j]);
+}
+
+/* Few rows are compiled for themselves, so that weights and sums stay in registers. */
+INLINE_512 void q32_some_512(uint32_t type, const int O, int64_t n, const uint8_t *w, size_t w_stride, const tile_acts *x,
+                             int m, float *out, size_t ldo) {
+    switch (m) {
+    case 1: q32_rows_512(type, O, 1, n, w, w_stride, x, out, ldo); break;
+    case 2: q32_rows_512(type, O, 2, n, w, w_stride, x, out, ldo); break;
+    case 3: q32_rows_512(type, O, 3, n, w, w_stride, x, out, ldo); break;
+    case 4: q32_rows_512(type, O, 4, n, w, w_stride, x, out, ldo); break;
+    default: q32_rows_512(type, O, m, n, w, w_stride, x, out, ldo); break;
+    }
 }
 
 INLINE_512 void q32_tile_512(uint32_t type, TILE_ARGS) {
     int o = 0;
-    for (; o + 2 <= n_out; o += 2) q32_rows_512(type, 2, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
-    if (o < n_out) q32_rows_512(type, 1, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
+    for (; o + 2 <= n_out; o += 2) q32_some_512(type, 2, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
+    if (o < n_out) q32_some_512(type, 1, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
 }
 
-/* A block of 256 weights: unsigned bytes; the scale of each word of four as a pair (scale, 0) of int16, so that one
- * vpdpwssd multiplies a word's sum, which fits in int16, by it and adds; a minimum for each 16 values; and, for IQ2_XXS,
- * whose bytes are magnitudes, where the weights are negative. For types without minimums but with unsigned bytes that are
- * too large by a constant, `min` is scale times that constant and belongs to the same sum. */
+/* A block of 256 weights in the order of act_offset: a part a vector, as unsigned bytes (Q3_K: 4 too large, Q6_K: 32, IQ2_XXS:
+ * 43); a scale for each word of four bytes; and a minimum for each 16 values, or for Q3_K and Q6_K their excess * scale, which
+ * belongs to the same sum. Scales are (s, 0) as pairs of int16, but for Q6_K, where they are int32. */
 typedef struct {
-    __m512i w[4], scale[4];
+    __m512i w[4];
+    __m512i scale[2];       /* of parts 0 and 1, of parts 2 and 3; [0] is all there is with one scale for 32 values */
     __m256i min;
-    __mmask64 negative[4];
 } wblock512;
 
-ALWAYS_INLINE bool type_has_offset(uint32_t type) { return type == T_Q3_K || type == T_Q6_K; }
+ALWAYS_INLINE bool type_has_halves(uint32_t type) { return type == T_Q2_K || type == T_Q3_K || type == T_Q6_K; }
 
-/* Counts for the 16-bit lanes of a vector: `a` in its lower half, `b` in its upper one. */
-INLINE_512 __m512i halves_16(int a, int b) {
-    return _mm512_inserti64x4(_mm512_set1_epi16((int16_t)a), _mm256_set1_epi16((int16_t)b), 1);
+/* The bytes s[step * r + first] for the eight runs r, each to byte `to` of both its words; the others are 0. */
+INLINE_512 __m512i spread_512(__m128i s, int step, int first, int to) {
+    const __m512i run = _mm512_setr_epi64(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303, 0x0404040404040404,
+                                          0x0505050505050505, 0x0606060606060606, 0x0707070707070707);
+    const __m512i at = _mm512_add_epi8(step == 2 ? _mm512_add_epi8(run, run) : run, _mm512_set1_epi8((char)first));
+    return _mm512_maskz_permutexvar_epi8(0x1111111111111111u << to, at, _mm512_castsi128_si512(s));
 }
 
-INLINE_512 __m512i halves_32(int a, int b) { return _mm512_inserti64x4(_mm512_set1_epi32(a), _mm256_set1_epi32(b), 1); }
-
-INLINE_512 __m512i twice(const uint8_t *p) { return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)p)); }
-
-/* Scales for 16 values each, 16 of them as int16, to the words they belong to. */
-INLINE_512 void spread_scales_512(__m256i s, wblock512 *u) {
-    const __m512i wide = _mm512_cvtepu16_epi32(s), lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    for (int c = 0; c < 4; c++) u->scale[c] = _mm512_permutexvar_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(4 * c)), wide);
+/* Each of the eight 64-bit words of v that `of` names, shifted right by `by`. */
+INLINE_512 __m512i runs_512(__m512i of, __m512i v, __m512i by) {
+    return _mm512_srlv_epi64(_mm512_permutexvar_epi64(of, v), by);
 }
 
-/* Scales for 32 values each, 8 of them as int32, likewise. */
-INLINE_512 void spread_wide_scales_512(__m256i s, wblock512 *u) {
-    const __m512i wide = _mm512_castsi256_si512(s);
-    for (int c = 0; c < 4; c++) u->scale[c] = _mm512_permutexvar_epi32(halves_32(2 * c, 2 * c + 1), wide);
-}
-
-/* The 2-bit values of Q2_K and Q3_K, 64 a vector, in the order that unpack_q2_k says. */
+/* The 2-bit values of Q2_K and Q3_K. */
 INLINE_512 void two_bits_512(const uint8_t *p, wblock512 *u) {
-    for (int c = 0; c < 4; c++)
-        u->w[c] = _mm512_and_si512(_mm512_srlv_epi16(twice(p + 32 * (c / 2)), halves_16(4 * (c & 1), 4 * (c & 1) + 2)),
-                                   _mm512_set1_epi8(3));
+    const __m512i v = _mm512_loadu_si512(p), by = _mm512_setr_epi64(0, 2, 4, 6, 0, 2, 4, 6);
+    const __m512i half = _mm512_setr_epi64(0, 0, 0, 0, 4, 4, 4, 4);
+    UNROLL for (int c = 0; c < 4; c++) u->w[c] =
+        _mm512_and_si512(runs_512(_mm512_add_epi64(half, _mm512_set1_epi64(c)), v, by), _mm512_set1_epi8(3));
 }
 
-/* The bits at from_a (lower half of the vector) and from_b (upper half) of each byte of v, moved to `to` and or'ed in. */
-INLINE_512 __m512i or_bits_512(__m512i into, __m512i v, int from_a, int from_b, int to, int mask) {
-    v = _mm512_rorv_epi32(v, halves_32((from_a - to) & 31, (from_b - to) & 31));
-    return _mm512_or_si512(into, _mm512_and_si512(v, _mm512_set1_epi8((char)mask)));
+/* The 4-bit values of Q4_K and Q5_K; of Q6_K, where the order of the runs is another, the low ones. */
+INLINE_512 void four_bits_512(uint32_t type, const uint8_t *p, wblock512 *u) {
+    const __m512i lo = _mm512_loadu_si512(p), hi = _mm512_loadu_si512(p + 64);
+    const __m512i by = type == T_Q6_K ? _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4) : _mm512_setr_epi64(0, 4, 0, 4, 0, 4, 0, 4);
+    const __m512i of =
+        type == T_Q6_K ? _mm512_setr_epi64(0, 4, 0, 4, 8, 12, 8, 12) : _mm512_setr_epi64(0, 0, 4, 4, 8, 8, 12, 12);
+    UNROLL for (int c = 0; c < 4; c++) {
+        const __m512i v = _mm512_permutex2var_epi64(lo, _mm512_add_epi64(of, _mm512_set1_epi64(c)), hi);
+        u->w[c] = _mm512_and_si512(_mm512_srlv_epi64(v, by), _mm512_set1_epi8(15));
+    }
+}
+
+/* One more bit of each value, bit r of byte i for value i of run r, to bit `to`. */
+INLINE_512 void add_bits_512(const uint8_t *p, int to, wblock512 *u) {
+    const __m512i by = _mm512_sub_epi64(_mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), _mm512_set1_epi64(to));
+    UNROLL for (int c = 0; c < 4; c++) {
+        const __m512i v = _mm512_rorv_epi64(_mm512_set1_epi64((long long)load_u64(p + 8 * c)), by);
+        u->w[c] = _mm512_ternarylogic_epi64(u->w[c], v, _mm512_set1_epi8((char)(1 << to)), 0xf8); /* w | (v & bit) */
+    }
 }
 
 INLINE_512 void unpack_q2_k_512(const uint8_t *b, wblock512 *u) {
     const __m128i s = _mm_loadu_si128((const void *)b), low = _mm_set1_epi8(15);
-    spread_scales_512(_mm256_cvtepu8_epi16(_mm_and_si128(s, low)), u);
+    const __m128i scale = _mm_and_si128(s, low);
+    UNROLL for (int i = 0; i < 2; i++) u->scale[i] = spread_512(scale, 2, i, 0);
     u->min = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(s, 4), low));
     two_bits_512(b + 16, u);
 }
 
 INLINE_512 void unpack_q3_k_512(const uint8_t *b, wblock512 *u) {
-    const uint32_t lo = 0x0f0f0f0f, hi = 0x30303030, s0 = load_u32(b + 96), s1 = load_u32(b + 100), t = load_u32(b + 104);
-    const __m128i s = _mm_setr_epi32((int)((s0 & lo) | (t << 4 & hi)), (int)((s1 & lo) | (t << 2 & hi)),
-                                     (int)((s0 >> 4 & lo) | (t & hi)), (int)((s1 >> 4 & lo) | (t >> 2 & hi)));
-    const __m256i scale = _mm256_cvtepi8_epi16(_mm_sub_epi8(s, _mm_set1_epi8(32)));
-    spread_scales_512(scale, u);
-    u->min = _mm256_slli_epi16(scale, 2);
+    const __m128i scale = q3_k_scales(b + 96);
+    UNROLL for (int i = 0; i < 2; i++) u->scale[i] = _mm512_srai_epi16(spread_512(scale, 2, i, 1), 8);
+    u->min = _mm256_slli_epi16(_mm256_cvtepi8_epi16(scale), 2);
     two_bits_512(b + 32, u);
-    for (int c = 0; c < 4; c++) u->w[c] = or_bits_512(u->w[c], twice(b), 2 * c, 2 * c + 1, 2, 4);
-}
-
-/* The scales and minimums of Q4_K and Q5_K (unpack_k_scales). */
-INLINE_512 void unpack_k_scales_512(const uint8_t *s, wblock512 *u) {
-    const uint32_t a = load_u32(s), b = load_u32(s + 4), c = load_u32(s + 8);
-    const __m128i scale = _mm_setr_epi32((int)(a & 0x3f3f3f3f), (int)((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)), 0, 0);
-    const __m128i min = _mm_setr_epi32((int)(b & 0x3f3f3f3f), (int)((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)), 0, 0);
-    spread_wide_scales_512(_mm256_cvtepu8_epi32(scale), u);
-    u->min = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(min, min));
-}
-
-INLINE_512 void four_bits_512(const uint8_t *p, wblock512 *u) {
-    for (int c = 0; c < 4; c++)
-        u->w[c] = _mm512_and_si512(_mm512_srlv_epi16(twice(p + 32 * c), halves_16(0, 4)), _mm512_set1_epi8(15));
+    add_bits_512(b, 2, u);
 }
 
 INLINE_512 void unpack_q4_k_512(const uint8_t *b, wblock512 *u) {
-    unpack_k_scales_512(b + 4, u);
-    four_bits_512(b + 16, u);
+    u->scale[0] = spread_512(k_scales(b + 4, &u->min), 1, 0, 0);
+    four_bits_512(T_Q4_K, b + 16, u);
 }
 
 INLINE_512 void unpack_q5_k_512(const uint8_t *b, wblock512 *u) {
-    unpack_k_scales_512(b + 4, u);
-    four_bits_512(b + 48, u);
-    for (int c = 0; c < 4; c++) u->w[c] = or_bits_512(u->w[c], twice(b + 16), 2 * c, 2 * c + 1, 4, 16);
+    u->scale[0] = spread_512(k_scales(b + 4, &u->min), 1, 0, 0);
+    four_bits_512(T_Q5_K, b + 48, u);
+    add_bits_512(b + 16, 4, u);
 }
 
 INLINE_512 void unpack_q6_k_512(const uint8_t *b, wblock512 *u) {
-    const __m256i scale = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(b + 192)));
-    spread_scales_512(scale, u);
-    u->min = _mm256_slli_epi16(scale, 5);
-    for (int h = 0; h < 2; h++) {
-        const __m512i low = _mm512_loadu_si512(b + 64 * h), high = twice(b + 128 + 32 * h), mask = _mm512_set1_epi8(15);
-        u->w[2 * h] = or_bits_512(_mm512_and_si512(low, mask), high, 0, 2, 4, 0x30);
-        u->w[2 * h + 1] = or_bits_512(_mm512_and_si512(_mm512_srli_epi16(low, 4), mask), high, 4, 6, 4, 0x30);
-    }
-}
-
-INLINE_512 void unpack_iq2_xxs_512(const uint8_t *b, wblock512 *u) {
-    /* of each 64 bits the lower half is four code words, the upper one four times 7 signs and a scale */
-    const __m256i rest = _mm512_cvtepi64_epi32(_mm512_srli_epi64(_mm512_loadu_si512(b + 2), 32));
-    spread_wide_scales_512(_mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(rest, 28), 1), _mm256_set1_epi32(1)), u);
-    uint64_t sign[4];
-    _mm256_storeu_si256((void *)sign, iq2_signs_256(rest));
+    const __m128i scale = _mm_loadu_si128((const void *)(b + 192));
+    UNROLL for (int i = 0; i < 2; i++) u->scale[i] = _mm512_srai_epi32(spread_512(scale, 2, i, 3), 24);
+    u->min = _mm256_slli_epi16(_mm256_cvtepi8_epi16(scale), 5);
+    four_bits_512(T_Q6_K, b, u);
+    const __m512i high = _mm512_loadu_si512(b + 128), half = _mm512_setr_epi64(0, 0, 0, 0, 4, 4, 4, 4);
+    const __m512i by = _mm512_setr_epi64(60, 62, 0, 2, 60, 62, 0, 2); /* two bits of a byte, moved to bit 4 */
     UNROLL for (int c = 0; c < 4; c++) {
-        u->w[c] = _mm512_inserti64x4(_mm512_castsi256_si512(iq2_words_256(b + 2 + 16 * c)), iq2_words_256(b + 10 + 16 * c), 1);
-        u->negative[c] = _cvtu64_mask64(sign[c]);
+        const __m512i v = _mm512_permutexvar_epi64(_mm512_add_epi64(half, _mm512_set1_epi64(c)), high);
+        u->w[c] = _mm512_ternarylogic_epi64(u->w[c], _mm512_rorv_epi64(v, by), _mm512_set1_epi8(0x30), 0xf8);
     }
 }
 
-INLINE_512 void unpack_512(uint32_t type, const uint8_t *b, wblock512 *u) {
-    switch (type) {
-    case T_Q2_K: unpack_q2_k_512(b, u); break;
-    case T_Q3_K: unpack_q3_k_512(b, u); break;
-    case T_Q4_K: unpack_q4_k_512(b, u); break;
-    case T_Q5_K: unpack_q5_k_512(b, u); break;
-    case T_Q6_K: unpack_q6_k_512(b, u); break;
-    default: unpack_iq2_xxs_512(b, u); break;
+/* Bytes of a table of 256 by 64 indexes. */
+INLINE_512 __m512i lookup_512(const uint8_t *table, __m512i at) {
+    const __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(table), at, _mm512_loadu_si512(table + 64));
+    const __m512i high = _mm512_permutex2var_epi8(_mm512_loadu_si512(table + 128), at, _mm512_loadu_si512(table + 192));
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(at), low, high);
+}
+
+/* Two blocks of IQ2_XXS, each value 43 too large. 64 bits of a block are a run: four code words (part c is code word c), then
+ * four times seven signs and a scale. The code words' two bits of magnitude a value are looked up for both blocks together; what
+ * comes out is eight bytes of eight values each, and gf2p8affineqb, whose matrix they are, turns that into eight values of eight
+ * bits each. So do the signs, where the eighth value takes the parity of seven bits. A third lookup makes bytes of those bits. */
+INLINE_512 void unpack_iq2_xxs_512(const uint8_t *b0, const uint8_t *b1, wblock512 u[2]) {
+    const __m512i raw[2] = {_mm512_loadu_si512(b0 + 2), _mm512_loadu_si512(b1 + 2)};
+    const __m512i code = _mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(raw[0]), _mm512_castsi512_ps(raw[1]), 0x88));
+    const __m512i high = lookup_512(iq2_levels[0], code), low = lookup_512(iq2_levels[1], code);
+    const __m512i level[2] = {_mm512_unpacklo_epi8(high, low), _mm512_unpackhi_epi8(high, low)};
+    const __m512i each = _mm512_set1_epi64((long long)0x8040201008040201u), parity = _mm512_set1_epi64(0x7f40201008040201);
+    /* bytes 4 to 7 become bits 3 to 0: the signs of parts 1, 3, 2 and 0 */
+    const __m512i sign_at = _mm512_set1_epi64(0x202e352700000000);
+    UNROLL for (int i = 0; i < 2; i++) {
+        const __m512i sign = _mm512_gf2p8affine_epi64_epi8(parity, _mm512_multishift_epi64_epi8(sign_at, raw[i]), 0);
+        const __m512i bits = _mm512_gf2p8affine_epi64_epi8(each, level[i], 0); /* of part 0 on top, of part 3 at the bottom */
+        const __m512i part[4] = {_mm512_srli_epi16(bits, 2), bits, bits, bits};
+        UNROLL for (int c = 0; c < 4; c++) {
+            const __m512i from = _mm512_set1_epi8((char)(c == 3 ? 0x03 : c == 2 ? 0x0c : 0x30));
+            const __m512i at = _mm512_ternarylogic_epi64(from, part[c], sign, 0xca); /* from ? part : sign */
+            u[i].w[c] = _mm512_permutexvar_epi8(at, _mm512_loadu_si512(iq2_values[c]));
+        }
+        const __m512i top = _mm512_or_si512(_mm512_srli_epi32(raw[i], 27), _mm512_set1_epi32(1)); /* 1 + 2 * scale */
+        u[i].scale[0] = _mm512_shuffle_epi32(top, 0xf5);
+    }
+}
+
+/* Two blocks. */
+INLINE_512 void unpack_512(uint32_t type, const uint8_t *b0, const uint8_t *b1, wblock512 u[2]) {
+    if (type == T_IQ2_XXS) {
+        unpack_iq2_xxs_512(b0, b1, u);
+        return;
+    }
+    for (int i = 0; i < 2; i++) {
+        const uint8_t *b = i ? b1 : b0;
+        switch (type) {
+        case T_Q2_K: unpack_q2_k_512(b, &u[i]); break;
+        case T_Q3_K: unpack_q3_k_512(b, &u[i]); break;
+        case T_Q4_K: unpack_q4_k_512(b, &u[i]); break;
+        case T_Q5_K: unpack_q5_k_512(b, &u[i]); break;
+        default: unpack_q6_k_512(b, &u[i]); break;
+        }
     }
 }
 
@@ -2291,53 +2489,63 @@ typedef struct {
     __m256i min[LANES];
 } partial512;
 
+/* A sum of products that fits in 16 bits is scaled as one of a pair: 16 * 15 * 127 for Q4_K, 8 * 7 * 127 for Q3_K. */
 INLINE_512 void block_dot_512(uint32_t type, const wblock512 *u, const int8_t *q, const int16_t *sum, int64_t b,
                               partial512 *p) {
-    __m512i dot = _mm512_setzero_si512();
+    __m512i d[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, dot;
+    const __m256i sums = _mm256_loadu_si256((const void *)sum);
+    if (type == T_IQ2_XXS) d[0] = _mm512_madd_epi16(_mm512_cvtepu32_epi64(sums), _mm512_set1_epi16(-IQ2_OFFSET));
     UNROLL for (int c = 0; c < 4; c++) {
-        __m512i v = _mm512_loadu_si512(q + 64 * c);
-        if (type == T_IQ2_XXS) v = _mm512_mask_sub_epi8(v, u->negative[c], _mm512_setzero_si512(), v);
-        dot = _mm512_dpwssd_epi32(dot, _mm512_dpbusd_epi32(_mm512_setzero_si512(), u->w[c], v), u->scale[c]);
+        __m512i *to = &d[type_has_halves(type) ? c / 2 : 0];
+        *to = _mm512_dpbusd_epi32(*to, u->w[c], _mm512_loadu_si512(q + 64 * c));
     }
+    if (type == T_Q6_K) dot = _mm512_add_epi32(_mm512_mullo_epi32(d[0], u->scale[0]), _mm512_mullo_epi32(d[1], u->scale[1]));
+    else if (type_has_halves(type)) dot = _mm512_dpwssd_epi32(_mm512_madd_epi16(d[0], u->scale[0]), d[1], u->scale[1]);
+    else if (type == T_Q4_K) dot = _mm512_madd_epi16(d[0], u->scale[0]);
+    else dot = _mm512_mullo_epi32(d[0], u->scale[0]);
     if (type_has_min(type) || type_has_offset(type)) {
-        const __m256i s = _mm256_madd_epi16(u->min, _mm256_loadu_si256((const void *)sum));
+        const __m256i s = _mm256_madd_epi16(u->min, sums);
         if (type_has_min(type)) p->min[(b & 8) + (b & 3) * 2 + (b >> 2 & 1)] = s;
         else dot = _mm512_sub_epi32(dot, _mm512_zextsi256_si512(s));
     }
     p->dot[b] = dot;
 }
 
-/* One row of a 256-value type against a tile of activations, for the group of blocks from g: the integers. */
-INLINE_512 void q256_group_512(uint32_t type, int64_t g, const int64_t blocks, const uint8_t *w, const tile_acts *x, int m,
-                               partial512 *part, uint16_t *d, uint16_t *dmin) {
-    const int size = type_find(type)->bytes;
-    const int at = type == T_Q2_K ? 80 : type == T_Q3_K ? 108 : type == T_Q6_K ? 208 : 0; /* where d is; dmin follows */
-    for (int64_t b = 0; b < blocks; b++) {
-        const uint8_t *block = w + b * size;
-        wblock512 u;
-        unpack_512(type, block, &u);
-        d[b] = load_u16(block + at);
-        if (type_has_min(type)) dmin[b] = load_u16(block + at + 2);
-        for (int j = 0; j < m; j++) block_dot_512(type, &u, x->q[j] + (g + b) * 256, x->sum[j] + (g + b) * 16, b, &part[j]);
+/* One row of a 256-value type against J rows of activations, for the group of blocks from g: the integers. */
+INLINE_512 void q256_group_512(uint32_t type, const int J, int64_t g, const int64_t blocks, const uint8_t *w,
+                               const tile_acts *x, int j0, partial512 *part, uint16_t *d, uint16_t *dmin) {
+    const int size = type_find(type)->bytes, at = scale_at(type);
+    for (int64_t b = 0; b < blocks; b += 2) {
+        const uint8_t *block = w + b * size, *next = b + 1 < blocks ? block + size : block;
+        wblock512 u[2];
+        fetch_ahead(block, 2 * size + 48);
+        unpack_512(type, block, next, u);
+        for (int64_t i = b; i < b + 2 && i < blocks; i++) {
+            d[i] = load_u16(w + i * size + at);
+            if (type_has_min(type)) dmin[i] = load_u16(w + i * size + at + 2);
+            UNROLL for (int j = 0; j < J; j++)
+                block_dot_512(type, &u[i - b], x->q[j0 + j] + (g + i) * 256, x->sum[j0 + j] + (g + i) * 16, i, &part[j]);
+        }
     }
 }
 
-/* One row of a 256-value type against a tile of activations. */
-INLINE_512 void q256_row_512(uint32_t type, int64_t n, const uint8_t *w, const tile_acts *x, int m, float *out, size_t ldo) {
-    __m512 acc[TILE];
-    for (int j = 0; j < m; j++) acc[j] = _mm512_setzero_ps();
+/* One row of a 256-value type against J rows of activations. */
+INLINE_512 void q256_row_512(uint32_t type, const int J, int64_t n, const uint8_t *w, const tile_acts *x, int j0, float *out,
+                             size_t ldo) {
+    __m512 acc[4];
+    UNROLL for (int j = 0; j < J; j++) acc[j] = _mm512_setzero_ps();
     for (int64_t g = 0; g < n / 256; g += LANES) {
         const int64_t left = n / 256 - g, blocks = left < LANES ? left : LANES;
         const __mmask16 mask = first_lanes(blocks);
-        partial512 part[TILE];
+        partial512 part[4];
         uint16_t d[LANES] = {0}, dmin[LANES] = {0};
-        if (blocks < LANES) memset(part, 0, (size_t)m * sizeof *part);
-        q256_group_512(type, g, blocks, w + g * type_find(type)->bytes, x, m, part, d, dmin);
+        if (blocks < LANES) memset(part, 0, (size_t)J * sizeof *part);
+        q256_group_512(type, J, g, blocks, w + g * type_find(type)->bytes, x, j0, part, d, dmin);
         __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)d));
         const __m512 min_scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)dmin));
         if (type == T_IQ2_XXS) scale = _mm512_mul_ps(scale, _mm512_set1_ps(0.125f));
-        for (int j = 0; j < m; j++) {
-            const __m512 a = _mm512_maskz_loadu_ps(mask, x->d[j] + g);
+        UNROLL for (int j = 0; j < J; j++) {
+            const __m512 a = _mm512_maskz_loadu_ps(mask, x->d[j0 + j] + g);
             const __m512 dot = _mm512_cvtepi32_ps(sum_each_512(part[j].dot));
             acc[j] = _mm512_mask3_fmadd_ps(dot, _mm512_mul_ps(scale, a), acc[j], mask);
             if (type_has_min(type)) {
@@ -2346,11 +2554,21 @@ INLINE_512 void q256_row_512(uint32_t type, int64_t n, const uint8_t *w, const t
             }
         }
     }
-    for (int j = 0; j < m; j++) out[(size_t)j * ldo] = join_512(acc[j]);
+    UNROLL for (int j = 0; j < J; j++) out[(size_t)(j0 + j) * ldo] = join_512(acc[j]);
 }
 
 INLINE_512 void q256_tile_512(uint32_t type, TILE_ARGS) {
-    for (int o = 0; o < n_out; o++) q256_row_512(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
+    for (int o = 0; o < n_out; o++) {
+        const uint8_t *row = w + (size_t)o * w_stride;
+        for (int j = 0; j < m; j += 4) { /* so that weights stay in registers */
+            switch (m - j) {
+            case 1: q256_row_512(type, 1, n, row, x, j, out + o, ldo); break;
+            case 2: q256_row_512(type, 2, n, row, x, j, out + o, ldo); break;
+            case 3: q256_row_512(type, 3, n, row, x, j, out + o, ldo); break;
+            default: q256_row_512(type, 4, n, row, x, j, out + o, ldo); break;
+            }
+        }
+    }
 }
 
 /* Part of mix_body with the sums in registers: H heads, 16 * C channels, of the last 16 those in `mask`. */
@@ -2549,8 +2767,9 @@ INLINE_NEON void block_dot_neon(uint32_t type, const wblock *u, const tile_acts 
     const int8_t *q = x->q[j] + b * 256;
     int32x4_t dot = vdupq_n_s32(0);
     UNROLL for (int c = 0; c < 16; c++) {
-        const int32x4_t part = vdotq_s32(vdupq_n_s32(0), vld1q_s8(u->q + 16 * c), vld1q_s8(q + 16 * c));
-        dot = vmlaq_n_s32(dot, part, u->scale[c]);
+        const int8_t *v = q + c / 2 * 8 + c % 2 * 128; /* weights lie in natural order, activations as act_offset says */
+        const int8x16_t two = vcombine_s8(vld1_s8(v), vld1_s8(v + 64));
+        dot = vmlaq_n_s32(dot, vdotq_s32(vdupq_n_s32(0), vld1q_s8(u->q + 16 * c), two), u->scale[c]);
     }
     const float scale = x->d[j][b];
     float *lane = acc + b % LANES;
@@ -2665,7 +2884,8 @@ static bool cpu_runs(const kernels *k) {
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     if ((low & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return false;
     const unsigned need = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
-    return k == &kernels_avx2 || ((low & 0xe6) == 0xe6 && (b & need) == need && (c & bit_AVX512VNNI));
+    const unsigned also = bit_AVX512VNNI | bit_AVX512VBMI | bit_GFNI;
+    return k == &kernels_avx2 || ((low & 0xe6) == 0xe6 && (b & need) == need && (c & also) == also);
 #elif defined(__ARM_FEATURE_DOTPROD)
     return true;
 #elif defined(__aarch64__) && defined(__linux__)
