@@ -51,6 +51,12 @@ extension: python/ds4/_ds4.abi3.so
 python/ds4/_ds4.abi3.so: setup.py python/ds4/_build.py Makefile ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
 	$(PYTHON) setup.py -q build_ext -f --inplace --build-temp build/python --build-lib build/python/lib
 
+# The reference of the package, from its docstrings. $(PYTHON) needs pdoc.
+DOCS = build/docs
+DOC_MODULES = ds4 ds4.engine ds4.model ds4.sampling ds4.batch ds4.generation ds4.errors ds4.registry ds4.names
+docs: extension
+	cd python && $(abspath $(PYTHON)) -W error -m pdoc -o $(abspath $(DOCS)) $(DOC_MODULES)
+
 # ---- tests ----
 
 # The engine with its insides reachable, for the Python tests; the C program of the documentation, against the library.
@@ -147,4 +153,4 @@ demo: all
 clean:
 	rm -rf build ds4 libds4.a libds4.so python/ds4/_ds4.abi3.so
 
-.PHONY: all install extension fuzz $(FUZZERS:%=fuzz-%) check-tsan check-c check-portable check-memory check-deep test demo clean
+.PHONY: all install extension docs fuzz $(FUZZERS:%=fuzz-%) check-tsan check-c check-portable check-memory check-deep test demo clean

@@ -57,18 +57,20 @@ _WHERE = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted([*_WHERE, "__version__"])  # noqa: PLE0605
 
 
-def __getattr__(name: str) -> Any:
-    """Names are imported when they are first used: tools that need no engine start without it."""
-    if name == "__version__":
-        from ds4._native import version
+if not TYPE_CHECKING:  # or a type checker would believe in any name
 
-        value: Any = version()
-    elif name in _WHERE:
-        value = getattr(importlib.import_module(_WHERE[name]), name)
-    else:
-        raise AttributeError(f"module 'ds4' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        """Names are imported when they are first used: tools that need no engine start without it."""
+        if name == "__version__":
+            from ds4._native import version
+
+            value: Any = version()
+        elif name in _WHERE:
+            value = getattr(importlib.import_module(_WHERE[name]), name)
+        else:
+            raise AttributeError(f"module 'ds4' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

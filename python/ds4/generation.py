@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from ds4 import errors, registry
+from ds4._native import Mask
 
 if TYPE_CHECKING:
-    from ds4._native import Mask
     from ds4.engine import Session
 
 FinishReason = Literal["eos", "stop", "length", "error"]
@@ -72,7 +72,8 @@ class Logprob(NamedTuple):
     logprob: float
 
 
-class TokenLogprobs(NamedTuple):
+@dataclass(frozen=True)
+class TokenLogprobs:
     """Of a generated token: its log-probability, and the most likely tokens in its place, best first."""
 
     token: int
@@ -155,7 +156,8 @@ def joined(parts: Iterator[Piece]) -> Completion:
 # ---- settings ----
 
 
-class Gen(NamedTuple):
+@dataclass(frozen=True)
+class Gen:
     """How a token is chosen: ds4_gen."""
 
     temperature: float = 0.0
@@ -210,8 +212,9 @@ def request_of(options: Options, base: Settings) -> Request:
         raise errors.InvalidArgument(f"max_tokens is {max_tokens}; expected 0 or more")
     if logprobs < 0:
         raise errors.InvalidArgument(f"logprobs is {logprobs}; expected 0 or more")
-    gen = base.gen._replace(**{k: options[k] for k in Gen._fields if k in options})  # type: ignore[literal-required]
-    gen = gen._replace(logit_bias=tuple(sorted(dict(gen.logit_bias).items())))
+    given = {f.name: options[f.name] for f in fields(Gen) if f.name in options}  # type: ignore[literal-required]
+    gen = replace(base.gen, **given)
+    gen = replace(gen, logit_bias=tuple(sorted(dict(gen.logit_bias).items())))
     core = registry.draft_core(options.get("draft_core", base.draft_core))
     settings = replace(
         base,
@@ -295,7 +298,7 @@ class Generation:
     def __init__(self, session: Session, request: Request) -> None:
         self.session, self.request, self.settings = session, request, request.settings
         if self.settings.gen.penalty_from is None:
-            self.settings = replace(self.settings, gen=self.settings.gen._replace(penalty_from=session.position))
+            self.settings = replace(self.settings, gen=replace(self.settings.gen, penalty_from=session.position))
         self.text = Text(request.stops)
         self.left = request.max_tokens
         self.tokens: list[int] = []
