@@ -4784,6 +4784,13 @@ typedef struct {
     float *draft_logits; /* (DS4_MAX_DRAFT + 1, n_vocab): what drafts were drawn from; NULL but for rejection */
 } sampler;
 
+/* Which tokens stand at positions 0 .. counted - 1 of a session: the head's shortlist (section 11). */
+typedef struct {
+    int32_t *counts; /* (n_vocab,): how often; NULL without a shortlist */
+    uint64_t *has; /* a bit a token: the counted ones, and the engine's own */
+    int counted;
+} shortlist;
+
 struct ds4_session {
     ds4_engine *engine;
     ds4_session *next, **link; /* the engine's list of open sessions */
@@ -4798,6 +4805,7 @@ struct ds4_session {
     int stream_ring, stream_need;
     int head_from, head_to; /* head rows made of the target's own streams: [head_from, head_to) */
     float *head_streams; /* (n_streams * dim): the head's last output, for a deeper draft */
+    shortlist listed;
     float *logits; /* (DS4_MAX_DRAFT + 1, n_vocab): rows of the last pass */
     int logits_row; /* which of them belongs to the position; -1: none */
     int step_rows; /* rows that the last step committed, 0 after other calls */
@@ -4971,6 +4979,8 @@ struct ds4_engine {
     const float **stream_room;
     float *logits; /* (logit_rows, n_vocab): rows of several sessions, and of a draft step */
     int logit_rows;
+    int shortlist; /* the vocabulary's first ids that every shortlist has; 0: no shortlists */
+    int32_t *listed; /* (n_vocab,) */
     struct cycle *cycles, **cycle_room; /* (rows,): the sessions of a batch; those of one drafter */
     float *adjusted; /* (n_vocab,) */
     uint8_t *allowed;
@@ -5550,8 +5560,8 @@ static void forward(ds4_engine *e, const pass_row *rows, int n) {
                e->sizes.streams * sizeof(float));
 }
 
-/* Logits of n rows from their streams x (n, n_streams * dim): collapse, norm, output matrix. out (n, n_vocab). */
-static void output_logits(ds4_engine *e, const float *x, int n, const hyper *h, const float *norm, float *out) {
+/* What the output matrix takes, for n rows from their streams x (n, n_streams * dim): collapse, norm; into in_y. */
+static void collapse(ds4_engine *e, const float *x, int n, const hyper *h, const float *norm) {
     const config *c = &e->model->c;
     const kernels *k = e->dev.k;
     scratch *s = &e->s;
@@ -5571,7 +5581,12 @@ static void output_logits(ds4_engine *e, const float *x, int n, const hyper *h, 
         rms_norm(k, c->dim, y, norm, c->norm_eps, y);
     }
     input_set(&s->in_y, s->y, n);
-    product output = product_of(&e->model->output, &s->in_y, out);
+}
+
+/* Logits of n rows from their streams x. out (n, n_vocab). */
+static void output_logits(ds4_engine *e, const float *x, int n, const hyper *h, const float *norm, float *out) {
+    collapse(e, x, n, h, norm);
+    product output = product_of(&e->model->output, &e->s.in_y, out);
     products(&e->dev, &output, 1);
 }
 
@@ -6011,6 +6026,87 @@ static void head_logits(ds4_engine *e, int n, float *out) {
     output_logits(e, e->s.x, n, &e->model->head.collapse, e->model->head.norm, out);
 }
 
+/* ---- the shortlist ----
+ *
+ * Most of a draft step's time would go into logits of tokens that are hardly ever drafted. A step computes those of a list: the
+ * vocabulary's first ids (byte-pair merging finds them in the order of their frequency), and whatever the session's text holds.
+ * So it depends on the text alone, not on other sessions. The target judges drafts by its whole vocabulary: the list trades how
+ * often drafts are right for their cost, and never changes the text. */
+
+static int shortlist_new(shortlist *l, const ds4_engine *e) {
+    int V = e->model->c.n_vocab;
+    if (!e->shortlist) return 0;
+    size_t words = (size_t)(V + 63) / 64;
+    if (!(l->counts = mem_array((size_t)V, sizeof *l->counts)) || !(l->has = mem_array(words, sizeof *l->has))) return -1;
+    for (int i = 0; i < e->shortlist; i++) l->has[i / 64] |= (uint64_t)1 << i % 64;
+    return 0;
+}
+
+/* Makes the list that of the text's first `to` tokens. It shrinks before the tokens it counted are overwritten. */
+static void shortlist_to(ds4_session *s, int to) {
+    shortlist *l = &s->listed;
+    int own = s->engine->shortlist;
+    for (; l->counts && l->counted < to; l->counted++) {
+        int t = s->tokens[l->counted];
+        l->counts[t]++;
+        l->has[t / 64] |= (uint64_t)1 << t % 64;
+    }
+    while (l->counts && l->counted > to) {
+        int t = s->tokens[--l->counted];
+        if (--l->counts[t] == 0 && t >= own) l->has[t / 64] &= ~((uint64_t)1 << t % 64);
+    }
+}
+
+typedef struct {
+    ds4_engine *e;
+    int m;
+    float *out;
+} listed_job;
+
+/* Logits of listed ids begin..end-1 of all rows: ids that follow one another in one product. */
+static void listed_logits(void *ctx, int64_t begin, int64_t end, int thread) {
+    const listed_job *j = ctx;
+    const ds4_engine *e = j->e;
+    const matrix *w = &e->model->output;
+    const acts x = input_acts(&e->s.in_y, w->act);
+    (void)thread;
+    for (int64_t i = begin, n; i < end; i += n) {
+        int32_t first = e->listed[i];
+        for (n = 1; i + n < end && e->listed[i + n] == first + n;) n++;
+        e->dev.k->mat(w->type, w->n_in, w->data + (size_t)first * w->stride, w->stride, (int)n, &x, NULL, j->m, j->out + first,
+                      (size_t)w->n_out);
+    }
+}
+
+/* Logits of the head rows of m sessions (e->row_room), whose streams are in e->s.x, of those ids that each session lists; others
+ * get the lowest number there is. All lists are read together, and a row keeps to its own. */
+static void draft_logits(ds4_engine *e, int m, float *out) {
+    const model *w = e->model;
+    int V = w->c.n_vocab, n = 0;
+    if (!e->shortlist) {
+        head_logits(e, m, out);
+        return;
+    }
+    collapse(e, e->s.x, m, &w->head.collapse, w->head.norm);
+    input_need(&e->dev, &e->s.in_y, w->output.act);
+    for (int i = 0; i < m; i++) shortlist_to(e->row_room[i].s, e->row_room[i].s->position);
+    for (int at = 0; at < V; at += 64) {
+        uint64_t any = 0;
+        for (int i = 0; i < m; i++) any |= e->row_room[i].s->listed.has[at / 64];
+        for (; any; any &= any - 1) e->listed[n++] = at + __builtin_ctzll(any);
+    }
+    for (int64_t i = 0; i < (int64_t)m * V; i++) out[i] = FORBIDDEN;
+    listed_job job = {e, m, out};
+    pool_run(e->dev.pool, n, (1 << 17) / w->output.n_in + 1, listed_logits, &job);
+    for (int i = 0; i < m && m > 1; i++)
+        for (int k = 0; k < n; k++) {
+            int id = e->listed[k];
+            if (!(e->row_room[i].s->listed.has[id / 64] >> id % 64 & 1)) out[(int64_t)i * V + id] = FORBIDDEN;
+        }
+}
+
+/* ---- the head's rows ---- */
+
 /* Head rows from..to-1 from the target's streams; their tokens q + 1 are the session's. out: their logits, or NULL for kv only. */
 static void head_rows(ds4_session *s, int from, int to, float *out) {
     ds4_engine *e = s->engine;
@@ -6115,7 +6211,7 @@ static void head_step(ds4_engine *e, int m, int step, float *logits) {
         s->stats.head_passes++;
         if (step == 0) s->head_to = s->position;
     }
-    head_logits(e, m, logits);
+    draft_logits(e, m, logits);
 }
 
 /* The head drafts for all cycles at once: a pass of it for the first draft of each, one for the second, ... */
@@ -6215,6 +6311,7 @@ static void session_settle(ds4_session *s) {
     s->head_to = min_int(s->head_to, max_int(0, s->position - 1));
     s->pending = -1;
     if (s->by.counts) count_to(s, &s->by, min_int(s->by.counted, s->position));
+    shortlist_to(s, min_int(s->listed.counted, s->position));
     if (s->drafter && s->drafter->settle) s->drafter->settle(s, s->drafter_ctx, s->position);
 }
 
@@ -6433,6 +6530,7 @@ int ds4_session_eval_speculative_argmax(ds4_session *s, int first, int max) {
 
 ds4_cfg ds4_default_cfg(void) {
     return (ds4_cfg){.mtp_draft = 1,
+                     .mtp_shortlist = 32768,
                      .mtp_margin = 3.0f,
                      .gen = {.temperature = 0, .top_p = 1},
                      .kv_type = DS4_KV_F16,
@@ -6445,6 +6543,7 @@ ds4_cfg ds4_default_cfg(void) {
 static int check_cfg(const ds4_cfg *cfg) {
     if (!cfg->model_path) return fail("model_path is missing");
     if (cfg->mtp_path && cfg->mtp_internal) return fail("mtp_path and mtp_internal exclude each other: one head at a time");
+    if (cfg->mtp_shortlist < 0) return fail("mtp_shortlist is %d; expected 0 or more", cfg->mtp_shortlist);
     if (cfg->mtp_draft < 0 || cfg->mtp_draft > DS4_MAX_DRAFT)
         return fail("mtp_draft is %d; expected 0 to %d", cfg->mtp_draft, DS4_MAX_DRAFT);
     if (!(cfg->mtp_margin >= 0 && cfg->mtp_margin <= 1000))
@@ -6590,6 +6689,7 @@ static int engine_start(ds4_engine *e, const ds4_cfg *cfg) {
     make_printable(e->name);
     if (cfg->mlock && (lock_memory(e->model->file) || lock_memory(e->model->head_file))) return -1;
     e->sizes = (row_sizes){kv_row_bytes(c, e->kv_type), index_row_bytes(c, e->kv_type), (size_t)c->n_streams * (size_t)c->dim};
+    e->shortlist = e->model->has_head && cfg->mtp_shortlist < c->n_vocab ? cfg->mtp_shortlist : 0;
     int threads = cfg->threads ? cfg->threads : cpu_count(), rows = max_int(e->chunk, DS4_MAX_DRAFT + 1);
     if (limit_scratch(e, rows)) return -1;
     if (!(e->dev.pool = pool_new(threads)) || scratch_new(&e->s, c, rows, threads, e->ctx, e->model->has_head)) return -1;
@@ -6600,6 +6700,7 @@ static int engine_start(ds4_engine *e, const ds4_cfg *cfg) {
         !(e->candidates = mem_array((size_t)c->n_vocab, sizeof *e->candidates)) ||
         !(e->adjusted = mem_array((size_t)c->n_vocab, sizeof(float))) || !(e->allowed = mem_new((size_t)c->n_vocab)) ||
         !(e->weights = mem_array((size_t)c->n_vocab, sizeof *e->weights)) || logit_rows(e, 1) ||
+        (e->shortlist && !(e->listed = mem_array((size_t)c->n_vocab, sizeof *e->listed))) ||
         sampler_new(&e->by, &cfg->gen, c->n_vocab))
         return -1;
     if (e->progress) e->progress(e->callback_ctx, "load", 1, 1);
@@ -6643,7 +6744,8 @@ void ds4_engine_free(ds4_engine *e) {
     sampler_free(&e->by);
     void *parts[] = {e->token_list, e->merge_list, e->token_types, e->model_path, e->head_path,
                      e->name,       e->row_room,   e->stream_room, e->cycles,     e->cycle_room,
-                     e->candidates, e->adjusted,   e->allowed,     e->weights,    e->logits};
+                     e->candidates, e->adjusted,   e->allowed,     e->weights,    e->logits,
+                     e->listed};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) mem_free(parts[i]);
     model_free(e->model);
     pthread_mutex_destroy(&e->run);
@@ -6802,7 +6904,7 @@ static ds4_session *session_new(ds4_engine *e, int ctx) {
         !(s->streams = mem_array((size_t)s->stream_ring * e->sizes.streams, sizeof(float))) ||
         !(s->head_streams = mem_array(e->sizes.streams, sizeof(float))) ||
         !(s->logits = mem_array((size_t)(DS4_MAX_DRAFT + 1) * (size_t)c->n_vocab, sizeof(float))) ||
-        sampler_new(&s->by, &e->by.gen, c->n_vocab))
+        sampler_new(&s->by, &e->by.gen, c->n_vocab) || shortlist_new(&s->listed, e))
         goto bad;
     for (int i = 0; i < c->n_layers + (e->model->has_head ? 1 : 0); i++)
         if (cache_new(&s->caches[i], c, c->ratio[i], s->ctx, session_slack(e), e->kv_type)) goto bad;
@@ -6842,7 +6944,7 @@ void ds4_session_free(ds4_session *s) {
     pthread_mutex_unlock(&s->engine->run);
     for (int i = 0; s->caches && i <= s->engine->model->c.n_layers; i++) cache_free(&s->caches[i]);
     sampler_free(&s->by);
-    void *parts[] = {s->caches, s->tokens, s->streams, s->head_streams, s->logits, s->stops};
+    void *parts[] = {s->caches, s->tokens, s->streams, s->head_streams, s->logits, s->stops, s->listed.counts, s->listed.has};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) mem_free(parts[i]);
     mem_free(s);
 }
@@ -7261,6 +7363,7 @@ static int load_snapshot(ds4_session *s, const void *buf, size_t n, const char *
             return fail("%s: damaged: token %d at position %d is outside the vocabulary", from, token, i);
     }
     if (s->by.counts) count_to(s, &s->by, 0);
+    shortlist_to(s, 0);
     walker w = {.in = buf, .at = sizeof h};
     walk_session(&w, s, h.floor, h.position);
     s->position = h.position;

@@ -83,6 +83,7 @@ typedef struct {
     bool mtp_internal;                 /* use the head inside the target's file */
     int mtp_draft;                     /* tokens drafted a cycle, 0 to DS4_MAX_DRAFT; 0: no speculation (1) */
     float mtp_margin;                  /* lead in logits a draft needs to be committed from the batch, 0 to 1000 (3) */
+    int mtp_shortlist;                 /* the head drafts the vocabulary's first so many ids and those of the text; 0: any (32768) */
     ds4_gen gen;                       /* how sessions choose tokens until ds4_session_set_gen (greedy) */
     int ctx;                           /* most tokens of a session; 0: min(the model's context, 32768) */
     int threads;                       /* 0: the processors this process may use */
@@ -204,8 +205,8 @@ int ds4_session_eval_logits(ds4_session *s, const int *tokens, size_t n, float *
 int ds4_session_head_logits(ds4_session *s, int from, int to, float *out);
 
 /* The head's logits for the k tokens after `token`, which stands at the session's position, into out float32 [k, V]: each row
- * follows the one before by its most likely token. Commits nothing. Returns the rows made: fewer after a stop token and at the
- * context's end, none at position 0, which has nothing to draft from. */
+ * follows the one before by its most likely token. Ids outside the shortlist (mtp_shortlist) get -FLT_MAX. Commits nothing.
+ * Returns the rows made: fewer after a stop token and at the context's end, none at position 0, which has nothing to draft from. */
 int ds4_session_draft(ds4_session *s, int token, int k, float *out);
 
 /* Logits of the next token: float32 [V], valid until the next call on s. NULL at position 0 or on failure. */

@@ -276,6 +276,7 @@ static const Option options[] = {
     {"--glm-mtp", NULL, FLAG, AT(cfg.mtp_internal), 0, 0, NULL},
     {"--mtp-draft", NULL, WHOLE, AT(draft), 1, DS4_MAX_DRAFT, NULL},
     {"--mtp-margin", NULL, REAL, AT(margin), 0, 1000, NULL},
+    {"--mtp-shortlist", NULL, WHOLE, AT(cfg.mtp_shortlist), 0, MAX_TOKENS, NULL},
     {"--mtp-sampling", NULL, NAME, AT(scheme), 0, 0, scheme_names},
 
     {"--prompt", "-p", TEXT, AT(prompt), 0, 0, NULL},
@@ -1151,8 +1152,8 @@ static void json_setup(const App *app, FILE *f) {
     json_string(f, info->isa);
     fprintf(f, ",\n  \"threads\": %d,\n  \"ctx\": %d,\n  \"kv_type\": \"%s\",\n  \"prefill_chunk\": %d,\n", info->threads,
             info->ctx, kv_type_names[info->kv_type], info->prefill_chunk);
-    fprintf(f, "  \"max_rewind\": %d,\n  \"mtp_draft\": %d,\n  \"mtp_margin\": %g,\n", info->max_rewind, depth_used(app),
-            (double)cfg->mtp_margin);
+    fprintf(f, "  \"max_rewind\": %d,\n  \"mtp_draft\": %d,\n  \"mtp_margin\": %g,\n  \"mtp_shortlist\": %d,\n", info->max_rewind,
+            depth_used(app), (double)cfg->mtp_margin, cfg->mtp_shortlist);
     fprintf(f, "  \"temperature\": %g,\n  \"top_k\": %d,\n  \"top_p\": %g,\n  \"min_p\": %g,\n  \"seed\": %llu,\n",
             (double)cfg->gen.temperature, cfg->gen.top_k, (double)cfg->gen.top_p, (double)cfg->gen.min_p,
             (unsigned long long)cfg->gen.seed);

@@ -30,6 +30,8 @@ const char *const ds4_help_cli[] = {
 "      --mtp-draft N      tokens drafted ahead each cycle, 1 to 16 (1)\n"
 "      --mtp-margin F     lead in logits, 0 to 1000, that a drafted token needs over the runner-up to be taken from the\n"
 "                         batch (3.0); 0 takes every match. For greedy text; sampled drafts need no margin.\n"
+"      --mtp-shortlist N  draft from the vocabulary's first N tokens and those of the text (32768); 0: from all. A short list\n"
+"                         makes drafting cheaper and misses a rare word now and then.\n"
 "      --mtp-sampling NAME  how drafts are judged with --temp above 0: coupled (coupled), a seed's text is then the text\n"
 "                         without a head; or rejection, the same law, but a seed's text depends on the depth\n",
 

@@ -269,7 +269,7 @@ def test_help_states_the_defaults_there_are(cli: Cli, tmp_path: Path) -> None:
     stats = cli.stats(tmp_path, "-p", PROMPT, "-n", 1, "--mtp", cli.head)
     stated = {
         "--prefill-chunk": stats["prefill_chunk"], "--max-rewind": stats["max_rewind"], "--mtp-draft": stats["mtp_draft"],
-        "--mtp-margin": stats["mtp_margin"], "--temp": stats["temperature"], "--top-k": stats["top_k"],
+        "--mtp-margin": stats["mtp_margin"], "--mtp-shortlist": stats["mtp_shortlist"], "--temp": stats["temperature"], "--top-k": stats["top_k"],
         "--top-p": stats["top_p"], "--min-p": stats["min_p"], "--seed": stats["seed"],
     }  # fmt: skip
     for option, value in stated.items():

@@ -162,6 +162,7 @@ class Engine:
         kv_type: rows of the attention caches, "f32", "f16" or "fp8".
         prefill_chunk: most rows of one pass, 1 to 4096. A call is interrupted between passes.
         max_rewind: how many tokens a session can go back.
+        shortlist: the head drafts the vocabulary's first so many ids and those of the text; 0: any; None: the default (32768).
         mlock: lock the mapped weights in memory.
         raw_vocab_ok: accept a file without a usable tokenizer: token ids only.
         isa: kernels, "auto", "scalar", "avx2", "avx512" or "neon"; all give the same bits.
@@ -193,6 +194,7 @@ class Engine:
         kv_type: str = "f16",
         prefill_chunk: int = 256,
         max_rewind: int = 64,
+        shortlist: int | None = None,
         mlock: bool = False,
         raw_vocab_ok: bool = False,
         isa: str = "auto",
@@ -214,6 +216,8 @@ class Engine:
             cfg.mtp_path = texts[1]
         if speculative_depth is not None:
             cfg.mtp_draft = speculative_depth
+        if shortlist is not None:
+            cfg.mtp_shortlist = shortlist
         cfg.mtp_internal, cfg.mtp_margin, cfg.kv_type = mtp_internal, margin, _KV_TYPES[kv_type]
         cfg.ctx, cfg.threads, cfg.prefill_chunk, cfg.max_rewind = ctx or 0, threads or 0, prefill_chunk, max_rewind
         cfg.mlock, cfg.raw_vocab_ok, cfg.conf_log = mlock, raw_vocab_ok, conf_log
