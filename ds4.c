@@ -6642,7 +6642,8 @@ static int session_slack(const ds4_engine *e) { return max_int(e->chunk, DS4_MAX
 static int64_t session_bytes(const ds4_engine *e, int ctx, int slack) {
     const config *c = &e->model->c;
     int64_t bytes = (int64_t)(slack + min_int(c->window, ctx)) * (int64_t)e->sizes.streams * 4 +
-                    (int64_t)c->n_vocab * 4 * (DS4_MAX_DRAFT + 1) + (int64_t)ctx * 4;
+                    (int64_t)c->n_vocab * 4 * (DS4_MAX_DRAFT + 1) + (int64_t)ctx * 4 +
+                    (e->shortlist ? (int64_t)c->n_vocab * 4 + c->n_vocab / 8 : 0);
     for (int i = 0; i <= c->n_layers; i++) {
         cache sizes = cache_sizes(c, c->ratio[i], ctx, slack);
         if (i < c->n_layers || e->model->has_head) bytes += cache_bytes(c, &sizes, e->kv_type);
