@@ -2,6 +2,7 @@
 #include "../ds4.c"
 
 #include "hooks_kernels.inc"
+#include "hooks_rows.inc"
 #include "hooks_tokenizer.inc"
 
 /* ---- a scripted drafter: it proposes a given text, with one wrong token at a given place of each cycle ---- */
