@@ -138,7 +138,13 @@ def test_generate() -> None:
     with Model.from_pretrained("small") as model:
         expected = model.generate(TEXT, sampler_cfg=SamplerConfig(speculative_depth=2), max_tokens=20)
         seeded = model.generate(TEXT, sampler_cfg=SamplerConfig(temperature=1.4, top_k=40, seed=3), max_tokens=20)
-    for more in ([], ["--mtp-draft", 3, "--mtp-margin", 0], ["--draft-core", "none"], ["--no-mtp", "-t", 1]):
+    for more in (
+        [],
+        ["--mtp-draft", 3, "--mtp-margin", 0],
+        ["--mtp-draft", 3, "--mtp-shortlist", 1],
+        ["--draft-core", "none"],
+        ["--no-mtp", "-t", 1],
+    ):
         assert run("generate", "-m", "small", "-p", TEXT, "-n", 20, *more).stdout == f"{expected}\n"
     sampling = ["--temp", 1.4, "--top-k", 40, "--seed", 3]
     for more in ([], ["--mtp-draft", 4]):

@@ -134,6 +134,7 @@ MODEL = [
     click.option("--max-rewind", type=click.IntRange(0, MAX_TOKENS), help="Tokens a session can go back. [default: 64, or what it takes]"),
     click.option("--isa", type=click.Choice(["auto", "scalar", "avx2", "avx512", "neon"]), default="auto", show_default=True, help="Kernels; all give the same bits."),
     click.option("--mlock", is_flag=True, help="Lock the weights in memory."),
+    click.option("--mtp-shortlist", type=click.IntRange(0, MAX_TOKENS), default=32768, show_default=True, help="Draft from the vocabulary's first N tokens and those of the text; 0: from all."),
     click.option("-q", "--quiet", is_flag=True, help="No notes and no progress bars."),
 ]  # fmt: skip
 
@@ -252,6 +253,7 @@ def opened(o: dict[str, Any], bar: Bar | None = None, **more: Any) -> Iterator[M
         raise click.UsageError("--mtp, --glm-mtp and --no-mtp: only one of them")
     settings = {k: o[k] for k in ("ctx", "threads", "kv_type", "prefill_chunk", "isa", "mlock")}
     rewind = o["max_rewind"] if o["max_rewind"] is not None else min(64, o["ctx"] or 64)
+    settings["shortlist"] = o["mtp_shortlist"]
     settings["max_rewind"] = max(rewind, more.pop("least_rewind", 0))
     settings |= {"mtp_internal": True} if o["glm_mtp"] else {}
     if os.environ.get("DS4_MTP_CONF_LOG") == "1":

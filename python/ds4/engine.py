@@ -691,7 +691,7 @@ class Session:
     def draft(self, token: int, k: int) -> npt.NDArray[np.float32]:
         """The head's logits for the k tokens after `token`, which stands at the session's position: float32 [k, V].
 
-        Each row follows the one before by its most likely token. Commits nothing. Fewer rows behind a stop token and at the
+        Each row follows the one before by its most likely token; ids outside the engine's shortlist get -FLT_MAX. Commits nothing. Fewer rows behind a stop token and at the
         context's end, none at position 0. Raises InvalidArgument without a head.
         """
         out = np.empty((max(0, min(k, MAX_DRAFT)), self.engine.info.vocab), np.float32)

@@ -279,7 +279,8 @@ class Model:
         nothing here, and a text that was changed is right all the same (one that was changed further back than the session can
         rewind is evaluated from its beginning). Drafts that were not committed are dropped, as by `trim()`.
 
-        Row j is the head's guess at the token at position n + j, made as if the rows before it had their most likely tokens.
+        Row j is the head's guess at the token at position n + j, made as if the rows before it had their most likely tokens; ids
+        outside the engine's shortlist have -FLT_MAX.
         Fewer rows than depth at the end of the context and behind a stop token, which nothing follows; none for a text of one
         token, which the head cannot go on from. Nothing is committed.
 
