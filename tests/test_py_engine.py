@@ -557,13 +557,17 @@ def test_async_together(engine: Engine) -> None:
     assert [t.tokens for t in asyncio.run(main())] == [engine.generate(s, max_tokens=15).tokens for s in starts]
 
 
-def test_async_cancelled() -> None:
-    """The task ends after the pass in work; its own session is freed, yours is usable."""
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_async_cancelled(times: int) -> None:
+    """The task ends after the pass in work, however often it is cancelled; its own session is freed, yours is usable."""
 
     async def cancelled_soon(work: Coroutine[object, object, object]) -> None:
         task = asyncio.create_task(work)
         await asyncio.sleep(0.02)
-        task.cancel()
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
         with pytest.raises(asyncio.CancelledError):
             await task
 
@@ -583,7 +587,7 @@ def test_async_cancelled() -> None:
         with pytest.raises(ds4.InvalidArgument):
             await engine.agenerate("a", max_tokens=-1)
 
-    with Engine(*PAIR, prefill_chunk=16) as engine:
+    with Engine(*PAIR, prefill_chunk=64) as engine:
         session = Session(engine)
         asyncio.run(main())
 

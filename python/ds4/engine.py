@@ -7,6 +7,7 @@ tokens from 0. All calls that compute release the GIL.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -391,7 +392,7 @@ class Engine:
             async for piece in session._astream(ids, request):
                 yield piece
         finally:
-            session._handle.discard()
+            session.close()  # which waits for a pass in work, should the event loop end without
 
     async def achat(self, messages: Iterable[Message], *, thinking: Thinking = "off", **options: Unpack[Options]) -> Completion:
         """`chat` for asyncio."""
@@ -787,7 +788,9 @@ class Session:
             except asyncio.CancelledError:
                 before = self.cancelled
                 self.cancel()
-                await asyncio.wait([work])
+                while not work.done():  # whatever else is cancelled: the pass has to end before anything is freed
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([work])
                 work.exception()  # seen: that it was cancelled
                 if not before:
                     self.clear_cancel()
