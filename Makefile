@@ -51,7 +51,7 @@ extension: python/ds4/_ds4.abi3.so
 python/ds4/_ds4.abi3.so: setup.py python/ds4/_build.py Makefile ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
 	$(PYTHON) setup.py -q build_ext -f --inplace --build-temp build/python --build-lib build/python/lib
 
-# The reference of the package, from its docstrings. $(PYTHON) needs pdoc.
+# The reference of the package, from its docstrings. $(PYTHON) needs pdoc and typing_extensions.
 DOCS = build/docs
 DOC_MODULES = ds4 ds4.engine ds4.model ds4.sampling ds4.batch ds4.generation ds4.errors ds4.registry ds4.names
 docs: extension

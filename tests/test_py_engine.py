@@ -436,7 +436,8 @@ def test_after_a_fork() -> None:
     """A child process must open its own; the parent goes on."""
     out = run(
         f"""
-import os, ds4
+import os, warnings, ds4
+warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads
 engine = ds4.Engine({str(TINY[0])!r}, threads=2)
 session = engine.session()
 session.eval([1, 2, 3])
