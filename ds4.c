@@ -4809,12 +4809,16 @@ struct ds4_session {
     float *logits; /* (DS4_MAX_DRAFT + 1, n_vocab): rows of the last pass */
     int logits_row; /* which of them belongs to the position; -1: none */
     int step_rows; /* rows that the last step committed, 0 after other calls */
+    bool step_lookup; /* its drafts were a lookup's */
     int step_floor; /* the floor before it */
     sampler by;
     int pending; /* rejection: the token already drawn for the position, -1: none */
+    int chosen; /* otherwise: what the last step found to be the sampler's choice for the position, -1: not known */
     const drafter *drafter;
     void *drafter_ctx;
-    int draft;
+    struct lookup *lookup; /* NULL: off */
+    struct pace *pace; /* what drafts were worth so far */
+    int draft; /* DS4_DRAFT_AUTO: what pays */
     float margin;
     int *stops;
     size_t n_stops;
@@ -4962,9 +4966,10 @@ struct ds4_engine {
     scratch s;
     ds4_kv_type kv_type;
     row_sizes sizes;
-    int ctx, max_rewind, chunk, draft;
+    int ctx, max_rewind, chunk, draft, lookup;
     float margin;
     sampler by; /* what sessions start with */
+    struct costs *costs; /* guarded by `run` */
     bool conf_log;
     ds4_log_fn log;
     ds4_progress_fn progress;
@@ -6135,6 +6140,383 @@ static void head_catch_up(ds4_session *s, int to) {
     s->head_to = max_int(s->head_to, to);
 }
 
+/* ---- what passes and head steps cost here ----
+ *
+ * By number of rows (the knots below), measured as the engine works. Whatever else the machine does only adds to a time, so an
+ * estimate is the lower quartile of the last few. What was measured fewer than three times, or not for a long while (the
+ * context has grown, the machine is another), counts as unknown and is guessed from its neighbours, low rather than high: so it
+ * is tried, and known. */
+
+enum { COST_KEPT = 15, COST_TRUSTED = 3, COST_FRESH = 512 };
+enum { COST_KNOTS = DS4_MAX_DRAFT + 9, COST_FIRST = COST_KNOTS, COST_MORE, COST_SLOTS };
+
+static const int cost_rows[COST_KNOTS] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10,  11,  12, 13,
+                                          14, 15, 16, 17, 24, 32, 48, 64, 96, 128, 192, 256};
+
+typedef struct {
+    double kept[COST_KEPT], ms; /* the last times; their lower quartile */
+    int n; /* times kept or overwritten */
+    int64_t at; /* the last one's number */
+} cost;
+
+typedef struct costs {
+    cost slots[COST_SLOTS]; /* passes by knot; a cycle's first head step, what it repairs included; each further one */
+    int64_t passes; /* timed */
+} costs;
+
+static bool cost_fresh(const costs *c, int slot) { return c->passes - c->slots[slot].at < COST_FRESH; }
+static bool cost_known(const costs *c, int slot) { return c->slots[slot].n >= COST_TRUSTED && cost_fresh(c, slot); }
+
+static void cost_add(costs *c, int slot, double ms) {
+    cost *s = &c->slots[slot];
+    if (!cost_fresh(c, slot)) s->n = 0;
+    s->kept[s->n++ % COST_KEPT] = ms;
+    s->at = c->passes;
+    double sorted[COST_KEPT];
+    int n = min_int(s->n, COST_KEPT);
+    for (int i = 0; i < n; i++) {
+        int at = i;
+        for (; at > 0 && sorted[at - 1] > s->kept[i]; at--) sorted[at] = sorted[at - 1];
+        sorted[at] = s->kept[i];
+    }
+    s->ms = sorted[(n - 1) / 4];
+}
+
+/* A pass of `rows` rows took `ms`; between knots it counts for the nearer one. */
+static void cost_add_pass(costs *c, int rows, double ms) {
+    int i = 0;
+    while (i + 1 < COST_KNOTS && cost_rows[i + 1] <= rows) i++;
+    if (i + 1 < COST_KNOTS && cost_rows[i + 1] - rows < rows - cost_rows[i]) i++;
+    c->passes++;
+    cost_add(c, i, ms * cost_rows[i] / rows);
+}
+
+static double cost_slope(const costs *c, int from, int to) {
+    return (c->slots[to].ms - c->slots[from].ms) / (cost_rows[to] - cost_rows[from]);
+}
+
+/* Milliseconds of a pass; 0 if nothing is known. Between known knots by interpolation; beyond them further rows are taken to
+ * cost no more than those before, the last or all on average. */
+static double cost_pass(const costs *c, int rows) {
+    int first = -1, low = -1, lower = -1, high = -1;
+    for (int i = 0; i < COST_KNOTS; i++) {
+        if (!cost_known(c, i)) continue;
+        if (first < 0) first = i;
+        if (cost_rows[i] <= rows) {
+            lower = low;
+            low = i;
+        } else if (high < 0) high = i;
+    }
+    if (low < 0) return high < 0 ? 0 : c->slots[high].ms * rows / cost_rows[high];
+    double slope = high >= 0    ? cost_slope(c, low, high)
+                   : lower >= 0 ? cost_slope(c, lower, low)
+                                : c->slots[low].ms / (10 * cost_rows[low]);
+    if (high < 0 && lower >= 0 && slope > cost_slope(c, first, low)) slope = cost_slope(c, first, low);
+    return c->slots[low].ms + (slope > 0 ? slope : 0) * (rows - cost_rows[low]);
+}
+
+static double cost_step(const costs *c, int slot) { return cost_known(c, slot) ? c->slots[slot].ms : 0; }
+
+/* ---- how many drafts are worth their time ----
+ *
+ * A draft costs a step of its drafter and a row of the pass, and brings a token if it and all before it are accepted. `auto`
+ * drafts as many as bring the most tokens a millisecond, none included. How likely a draft is to be accepted it knows from
+ * the drafts before: by place in the cycle, by the head's own lead, by the length of a lookup's match. Nothing here touches
+ * the text, and everything is a function of the costs and of what was accepted. */
+
+enum { PACE_LEADS = 8, PACE_MATCHES = 6, PACE_RECENT = 6 };
+
+/* Over about the last 32 drafts. */
+typedef struct {
+    double hits, seen;
+} record;
+
+static void records_add(record *r, int n, int at, bool hit) {
+    for (int i = 0; i < n; i++) {
+        r[i].hits *= 31 / 32.0;
+        r[i].seen *= 31 / 32.0;
+    }
+    r[at].hits += hit;
+    r[at].seen += 1;
+}
+
+/* The share of hits; with little evidence, near `prior`. */
+static double record_rate(const record *r, double prior) { return (r->hits + 2 * prior) / (r->seen + 2); }
+
+/* What a session has learned. In pairs: a cycle's first draft; those behind it. */
+typedef struct pace {
+    record place[DS4_MAX_DRAFT]; /* the drafter's drafts, given that those before were accepted */
+    double recent[DS4_MAX_DRAFT]; /* the same over about the last PACE_RECENT */
+    record lead[2][PACE_LEADS], match[2][PACE_MATCHES];
+    double worse, better; /* how far hits have lately been below, above what was expected */
+    double credit; /* milliseconds that trials may cost */
+    bool on; /* the last plan drafted */
+    bool promising; /* the last trial succeeded */
+} pace;
+
+/* What a cycle goes by. */
+typedef struct {
+    double pass[DS4_MAX_DRAFT + 1]; /* milliseconds of the pass with k drafts of this session */
+    double first, more; /* of the drafter's first step and of each further one */
+    double place[DS4_MAX_DRAFT];
+    double tokens; /* of a pass without drafts: 1, and the others' in a batch */
+    double rate; /* tokens a millisecond that are expected: what time is worth */
+    bool trial; /* the last draft is one more than the plan asked for */
+} plan;
+
+static int lead_class(float lead) {
+    static const float edges[PACE_LEADS - 1] = {0.5f, 1, 2, 3, 4.5f, 6.5f, 9};
+    int i = 0;
+    while (i < PACE_LEADS - 1 && lead >= edges[i]) i++;
+    return i;
+}
+
+static int match_class(int length) { return length < 4 ? length - 1 : length < 6 ? 3 : length < 9 ? 4 : 5; }
+
+/* Fills in what is known before a cycle, for a pass that holds `others` rows of other sessions. */
+static void plan_start(plan *w, const pace *p, const costs *c, int others) {
+    double prior = 0.7;
+    *w = (plan){.first = cost_step(c, COST_FIRST), .more = cost_step(c, COST_MORE), .tokens = 1 + others};
+    for (int k = DS4_MAX_DRAFT; k >= 0; k--) { /* fewer rows cannot cost more: then the larger time was a disturbed one */
+        w->pass[k] = cost_pass(c, others + 1 + k);
+        if (k < DS4_MAX_DRAFT && w->pass[k] > w->pass[k + 1]) w->pass[k] = w->pass[k + 1];
+    }
+    for (int i = 0; i < DS4_MAX_DRAFT; i++) prior = w->place[i] = record_rate(&p->place[i], prior);
+    w->rate = w->pass[0] > 0 ? w->tokens / w->pass[0] : 0;
+}
+
+/* How likely draft i is to be accepted once those before it are, by its lead (NAN: the drafter gives none). */
+static double lead_chance(const pace *p, const plan *w, int i, float lead) {
+    return isnan(lead) ? w->place[i] : record_rate(&p->lead[i > 0][lead_class(lead)], w->place[i]);
+}
+
+/* Tokens that `depth` drafts would bring, and the milliseconds they would add. The lead of the first may end it there. */
+static double expect(const pace *p, const plan *w, int depth, double *ms) {
+    double all = 1, each = 1, seen = 0, tokens = 0, further = w->pass[depth] - w->pass[0] + (depth - 1) * w->more;
+    for (int i = 1; i < depth; i++) all += each *= w->place[i];
+    for (int i = 0; i < PACE_LEADS; i++) seen += p->lead[0][i].seen;
+    *ms = w->first;
+    for (int i = 0; i < PACE_LEADS && seen > 0; i++) {
+        double share = p->lead[0][i].seen / seen, hits = record_rate(&p->lead[0][i], w->place[0]) * all;
+        if (hits <= w->rate * further) continue;
+        tokens += share * hits;
+        *ms += share * further;
+    }
+    if (seen > 0) return tokens;
+    *ms += further;
+    return w->place[0] * all;
+}
+
+/* The depth, at most `limit`, at which the drafter brings the most tokens a millisecond, and that rate in w->rate. To begin again
+ * it must promise a fiftieth more than a plain pass: at the break-even point it does not come and go. */
+static int pace_depth(pace *p, plan *w, int limit) {
+    double plain = w->rate, ms;
+    int depth = 0;
+    if (limit <= 0 || plain <= 0) return 0; /* the plain pass is timed first */
+    for (int round = 0; round < 3; round++) { /* what is pruned depends on the rate, and the rate on it */
+        double best = 0;
+        for (int d = 1; d <= limit; d++) {
+            double tokens = w->tokens + expect(p, w, d, &ms), rate = tokens / (w->pass[0] + ms);
+            if (rate <= best) continue;
+            best = rate;
+            depth = d;
+        }
+        if (best > w->rate) w->rate = best;
+    }
+    p->on = w->rate > plain * (p->on ? 1 : 1.02);
+    if (p->on) return depth;
+    w->rate = plain;
+    return 0;
+}
+
+/* How likely a lookup's first guess is to be accepted, or each one behind it (later: 1), by the length of the match. */
+static double lookup_chance(const pace *p, int length, int later) {
+    int at = match_class(length);
+    double first = record_rate(&p->match[0][at], 0.5);
+    return later ? record_rate(&p->match[1][at], first) : first;
+}
+
+/* The same for a lookup that found a match: how many of its n guesses to verify. */
+static int pace_lookup(const pace *p, plan *w, int length, int n) {
+    int depth = 0;
+    double first = lookup_chance(p, length, 0), later = lookup_chance(p, length, 1), tokens = w->tokens;
+    if (w->rate <= 0) return 0;
+    for (int k = 1; k <= n; k++, first *= later) {
+        tokens += first;
+        if (tokens / w->pass[k] <= w->rate) continue;
+        w->rate = tokens / w->pass[k];
+        depth = k;
+    }
+    return depth;
+}
+
+/* Whether to draft one more after `made` drafts, all of which are accepted with probability `chance`. A hundredth of the time goes
+ * to trials: one draft more than the plan asks for, which is how it comes back, and finds out that it could go deeper. A trial
+ * that succeeds earns what it saved. */
+static bool pace_go_on(const pace *p, plan *w, int made, double chance, int limit) {
+    double gain = 0, each = chance;
+    if (made >= limit || w->trial || w->rate <= 0) return false;
+    if (made == 0 && (p->on || p->promising)) {
+        w->trial = !p->on;
+        return true;
+    }
+    for (int d = made + 1; d <= limit; d++) {
+        gain += each *= w->place[d - 1];
+        if (made && gain > w->rate * (w->pass[d] - w->pass[made] + (d - made) * w->more)) return true;
+    }
+    double ms = w->pass[made + 1] - w->pass[made] + (made ? w->more : w->first);
+    return w->trial = chance >= 0.5 && p->credit > ms;
+}
+
+/* How many of n drafts to verify, the i-th of which is accepted with all before it with probability chance[i]. */
+static int pace_cut(const pace *p, const plan *w, const double *chance, int n) {
+    double value = 0, best = 0;
+    int k = 0;
+    if (w->trial && (n > 1 || p->promising)) return n;
+    for (int i = 0; i < n; i++) {
+        value += chance[i];
+        double net = value - w->rate * (w->pass[i + 1] - w->pass[0]);
+        if (net <= best) continue;
+        best = net;
+        k = i + 1;
+    }
+    return k;
+}
+
+/* Hits or misses that are too many for chance mean that the text has changed (Page's CUSUM test): what was learned long ago then
+ * gives way to what was seen last. */
+static void pace_surprise(pace *p, double expected, bool hit) {
+    double off = expected - hit;
+    p->worse = d_max(0, p->worse + off - 0.25);
+    p->better = d_max(0, p->better - off - 0.25);
+    if (p->worse < 3.5 && p->better < 3.5) return;
+    p->worse = p->better = 0;
+    for (int i = 0; i < DS4_MAX_DRAFT; i++)
+        if (p->place[i].seen > PACE_RECENT) p->place[i] = (record){PACE_RECENT * p->recent[i], PACE_RECENT};
+    for (int i = 0; i < PACE_LEADS; i++)
+        for (int later = 0; later < 2; later++) {
+            p->lead[later][i].hits /= 8;
+            p->lead[later][i].seen /= 8;
+        }
+}
+
+/* What became of the drafter's drafts: `made` of them, the first k verified, `taken` accepted; `spare` is what would have become of
+ * draft k if k < made and all were taken: 1 accepted, 0 not, -1 unknown. */
+static void pace_learn(pace *p, const plan *w, int made, int k, int taken, const float *leads, int spare, double draft_ms) {
+    int hit = -1;
+    for (int i = 0; i < made && i <= taken; i++) {
+        hit = i < taken ? 1 : i < k ? 0 : spare;
+        if (hit < 0) break;
+        pace_surprise(p, lead_chance(p, w, i, leads[i]), hit);
+        records_add(&p->place[i], 1, 0, hit);
+        p->recent[i] += (hit - p->recent[i]) / PACE_RECENT;
+        if (!isnan(leads[i])) records_add(p->lead[i > 0], PACE_LEADS, lead_class(leads[i]), hit);
+    }
+    if (!w->trial) p->credit += (w->pass[k] + draft_ms) / 100;
+    else if (made == 1) {
+        p->credit += taken / w->rate - draft_ms - (w->pass[k] - w->pass[0]);
+        p->promising = hit > 0 && p->credit > -2 * w->pass[0];
+    } else p->credit += (taken == k) / w->rate - w->more - (w->pass[k] - w->pass[k - 1]);
+    double most = 2 * (w->first + w->pass[1]);
+    if (p->credit > most) p->credit = most;
+}
+
+/* And of a lookup's guesses, verified or not: the first `known` of them met the target's choice, `hits` in a row were it. */
+static void pace_learn_lookup(pace *p, int length, int known, int hits) {
+    for (int i = 0; i < known && i <= hits; i++) records_add(p->match[i > 0], PACE_MATCHES, match_class(length), i < hits);
+}
+
+/* ---- prompt lookup: what followed the last time (Saxena 2023, "prompt lookup decoding") ----
+ *
+ * An index of the session's own tokens: n-grams of `least` tokens, by the position of their last one, in chains by hash, newest
+ * first. Going back takes the newest entries off again, so the index is always what indexing the tokens anew would give. */
+
+enum { LOOKUP_LONGEST = 64, LOOKUP_LEAST = 2, LOOKUP_TRIES = 64, LOOKUP_TABLE = 1 << 20 };
+
+typedef struct lookup {
+    int longest, least; /* tokens of a match: more than `longest` count for no more */
+    int n; /* tokens indexed */
+    int mask; /* of the table */
+    int *table; /* the newest entry of each chain: its position + 1, 0 if there is none */
+    int *slot, *before; /* (ctx,): by position, its chain, and the entry before it there */
+} lookup;
+
+static int lookup_table_size(int ctx) {
+    int size = 64;
+    while (size < ctx && size < LOOKUP_TABLE) size *= 2;
+    return size;
+}
+
+static int64_t lookup_bytes(int ctx) {
+    return (int64_t)sizeof(lookup) + (2 * (int64_t)ctx + lookup_table_size(ctx)) * (int64_t)sizeof(int);
+}
+
+static void lookup_free(lookup *l) {
+    if (!l) return;
+    mem_free(l->table);
+    mem_free(l->slot);
+    mem_free(l->before);
+    mem_free(l);
+}
+
+static lookup *lookup_new(int longest, int ctx) {
+    lookup *l = mem_new(sizeof *l);
+    if (!l) return NULL;
+    *l = (lookup){.longest = longest, .least = min_int(longest, LOOKUP_LEAST), .mask = lookup_table_size(ctx) - 1};
+    if ((l->table = mem_array((size_t)l->mask + 1, sizeof(int))) && (l->slot = mem_array((size_t)ctx, sizeof(int))) &&
+        (l->before = mem_array((size_t)ctx, sizeof(int))))
+        return l;
+    lookup_free(l);
+    return NULL;
+}
+
+/* The chain of the n-gram that ends with `last`, whose other tokens end the n that stand at `tokens`. */
+static int lookup_slot(const lookup *l, const int *tokens, int n, int last) {
+    uint64_t h = (uint64_t)last + 1;
+    for (int i = n - (l->least - 1); i < n; i++) h = (h ^ (uint64_t)tokens[i]) * 0x9e3779b97f4a7c15u + 1;
+    return (int)((h * 0xd6e8feb86659fd93u) >> 40) & l->mask;
+}
+
+/* Takes in the tokens up to `to`. */
+static void lookup_add(lookup *l, const int *tokens, int to) {
+    for (; l->n < to; l->n++) {
+        int p = l->n;
+        l->slot[p] = p < l->least - 1 ? -1 : lookup_slot(l, tokens, p, tokens[p]);
+        if (l->slot[p] < 0) continue;
+        l->before[p] = l->table[l->slot[p]];
+        l->table[l->slot[p]] = p + 1;
+    }
+}
+
+/* Forgets the tokens from `to` on. */
+static void lookup_drop(lookup *l, int to) {
+    while (l->n > to) {
+        int p = --l->n;
+        if (l->slot[p] >= 0) l->table[l->slot[p]] = l->before[p];
+    }
+}
+
+/* The longest match, the newest of equals, for the text that the n indexed tokens and `last` make. Returns its length, 0 if there is
+ * none, and in *next the position of what followed it. Of a long chain the newest entries are tried. */
+static int lookup_find(const lookup *l, const int *tokens, int last, int *next) {
+    int n = l->n, best = 0;
+    if (n < l->least - 1) return 0;
+    int p = l->table[lookup_slot(l, tokens, n, last)] - 1;
+    for (int tries = 0; p >= 0 && tries < LOOKUP_TRIES && best < l->longest; tries++, p = l->before[p] - 1) {
+        int length = tokens[p] == last;
+        while (length && length < l->longest && length <= p && tokens[p - length] == tokens[n - length]) length++;
+        if (length < l->least || length <= best) continue;
+        best = length;
+        *next = p + 1;
+    }
+    return best;
+}
+
+/* Up to k tokens that followed, into out: past the end of the text, what follows is the guess itself. */
+static void lookup_copy(const lookup *l, const int *tokens, int last, int next, int k, int *out) {
+    for (int i = 0; i < k; i++, next++) out[i] = next < l->n ? tokens[next] : next == l->n ? last : out[next - l->n - 1];
+}
+
 /* ---- drafters ---- */
 
 /* A session's part of a pass: a step (its token, then drafts) or a piece of a prompt. */
@@ -6150,11 +6532,19 @@ typedef struct cycle {
     int n_given;
     int room; /* drafts that fit */
     int k, drafts[DS4_MAX_DRAFT];
-    float leads[DS4_MAX_DRAFT]; /* the drafter's confidence: its best logit minus its second */
+    float leads[DS4_MAX_DRAFT]; /* the drafter's confidence: its best logit minus its second; NAN: not given */
+    int made; /* drafts made; the first k of them are verified */
+    bool automatic; /* the depth is what pays: */
+    plan w;
+    double chance[DS4_MAX_DRAFT]; /* how likely a draft is to be accepted with all before it */
+    double draft_ms;
+    int match, guesses, guess[DS4_MAX_DRAFT]; /* what the lookup found, whether or not it is verified; 0: nothing */
+    bool looked_up; /* the drafts are the lookup's */
     int laws; /* rejection: of how many drafts (tail included) by->draft_logits holds the logits; the others were certain */
     int tail; /* rejection: a stop token drawn after the drafts. Never a row, but judged, or the law would be another; -1 none */
     bool ended; /* drafting is over */
     int first, accepted, result; /* the first row in the pass; 0 or -1 */
+    int choice; /* the target's token behind the accepted drafts, -1: not known yet */
     ds4_batch_item *item; /* where a batch wants the message; NULL: the thread's last error is enough */
 } cycle;
 
@@ -6170,6 +6560,14 @@ static void add_draft(cycle *c, int token, float lead) {
     c->leads[c->k] = lead;
     c->drafts[c->k++] = token;
     c->s->tokens[c->s->position + c->k] = token;
+}
+
+/* After a draft was added: whether another is worth its time. */
+static bool draft_more(cycle *c) {
+    int i = c->k - 1;
+    if (!c->automatic) return true;
+    c->chance[i] = (i ? c->chance[i - 1] : 1) * lead_chance(c->s->pace, &c->w, i, c->leads[i]);
+    return pace_go_on(c->s->pace, &c->w, c->k, c->chance[i], c->room);
 }
 
 /* How far logit `id` is above the best of the others: negative if it is not the best. */
@@ -6193,7 +6591,8 @@ static void head_choose(cycle *c, const float *z) {
     c->ended = id < 0 || ds4_session_is_stop(s, id);
     if (c->ended && id >= 0 && laws) c->tail = id;
     if (c->ended) return;
-    add_draft(c, id, e->conf_log ? lead_of(e->dev.k, V, z, id) : 0);
+    add_draft(c, id, e->conf_log || c->automatic ? lead_of(e->dev.k, V, z, id) : NAN);
+    c->ended = !draft_more(c);
 }
 
 /* Draft step number `step` of the sessions in e->row_room (m): the logits of what follows the token at position + step. The first
@@ -6217,21 +6616,27 @@ static void head_step(ds4_engine *e, int m, int step, float *logits) {
 /* The head drafts for all cycles at once: a pass of it for the first draft of each, one for the second, ... */
 static void head_propose(cycle **list, int n) {
     ds4_engine *e = list[0]->s->engine;
+    double start = now_ms();
+    bool usual = true; /* none comes back after a while without drafts, with many rows to make */
     for (int i = 0; i < n; i++) {
         ds4_session *s = list[i]->s;
-        double start = now_ms();
+        double began = now_ms();
+        usual = usual && s->head_to >= s->position - 1 - (DS4_MAX_DRAFT + 1);
         if (s->position == 0) list[i]->ended = true; /* no streams yet */
         else head_catch_up(s, s->position - 1);
-        s->stats.repair_ms += now_ms() - start;
+        s->stats.repair_ms += now_ms() - began;
     }
     for (int step = 0, m;; step++) {
         for (int i = m = 0; i < n; i++)
             if (!list[i]->ended && list[i]->k < list[i]->room) e->row_room[m++].s = list[i]->s;
         if (!m) return;
         head_step(e, m, step, e->logits);
-        for (int i = m = 0; i < n; i++)
+        for (int i = 0, at = 0; i < n; i++)
             if (!list[i]->ended && list[i]->k < list[i]->room)
-                head_choose(list[i], e->logits + (int64_t)m++ * e->model->c.n_vocab);
+                head_choose(list[i], e->logits + (int64_t)at++ * e->model->c.n_vocab);
+        double now = now_ms();
+        if (step || usual) cost_add(e->costs, step ? COST_MORE : COST_FIRST, (now - start) / m);
+        start = now;
     }
 }
 
@@ -6278,13 +6683,13 @@ static int verdict(const cycle *c, int i, int draft) {
 /* How many drafts the session takes: each is committed iff it is what the target's row before it gives (greedy: its argmax, ties
  * to the lowest id, and leading the others by the margin). A match below the margin ends the cycle; the target then chooses the same
  * token and decodes it anew, so that the margin trades speed and never changes the text. Nothing beyond a non-finite row is
- * taken. *next: the token that a rejection put in a draft's place, else -1. */
-static int accept(cycle *c, int *next) {
+ * taken. What the target chose where it ended is left in c->choice. */
+static int accept(cycle *c) {
     ds4_session *s = c->s;
     const kernels *k = s->engine->dev.k;
     int V = s->engine->model->c.n_vocab, i;
     bool greedy = c->by->gen.temperature == 0, log = s->engine->conf_log;
-    *next = -1;
+    c->choice = -1;
     for (i = 0; i < c->k; i++) {
         const float *z = s->logits + (int64_t)i * V;
         int target = verdict(c, i, c->drafts[i]);
@@ -6294,12 +6699,12 @@ static int accept(cycle *c, int *next) {
         if (log) log_draft(c, i, target, lead, keep);
         s->stats.below_margin += low;
         if (!keep) {
-            if (c->by->draft_logits) *next = target; /* a draft that was taken but not kept is the next token too */
+            c->choice = target; /* a draft that was taken but not kept is the next token too */
             return i;
         }
         s->stats.accepted[i]++;
     }
-    if (c->tail >= 0) *next = verdict(c, i, c->tail);
+    if (c->tail >= 0) c->choice = verdict(c, i, c->tail);
     return i;
 }
 
@@ -6309,17 +6714,46 @@ static void session_moved(ds4_session *s) { s->floor = max_int(s->floor, s->posi
 /* After it changed: a head row stands only for the token that followed it when it was made, so the last one is void. */
 static void session_settle(ds4_session *s) {
     s->head_to = min_int(s->head_to, max_int(0, s->position - 1));
-    s->pending = -1;
+    s->pending = s->chosen = -1;
     if (s->by.counts) count_to(s, &s->by, min_int(s->by.counted, s->position));
     shortlist_to(s, min_int(s->listed.counted, s->position));
+    if (s->lookup) lookup_drop(s->lookup, s->position);
     if (s->drafter && s->drafter->settle) s->drafter->settle(s, s->drafter_ctx, s->position);
+}
+
+/* Whether `id`, which was not verified, would have been accepted behind the accepted drafts: 1, 0, or -1 if that cannot be known.
+ * A mask is not asked here: its errors are the caller's to see. */
+static int would_pass(cycle *c, int id) {
+    const ds4_session *s = c->s;
+    int V = s->engine->model->c.n_vocab, i = c->accepted;
+    if (c->choice < 0 && !c->by->draft_logits && !c->by->gen.mask) c->choice = verdict(c, i, -1);
+    if (c->choice != id) return c->choice < 0 ? -1 : 0;
+    bool margin = c->by->gen.temperature == 0 && s->margin > 0;
+    return !margin || lead_of(s->engine->dev.k, V, s->logits + (int64_t)i * V, id) >= s->margin;
+}
+
+/* What the cycle shows about its drafts, those that were not verified included. */
+static void learn(cycle *c) {
+    ds4_session *s = c->s;
+    int taken = c->accepted, spare = taken == c->k && c->k < c->made ? would_pass(c, c->drafts[taken]) : -1, hits = 0;
+    s->step_lookup = c->looked_up;
+    if (c->looked_up) {
+        s->stats.lookup_drafted += c->k;
+        s->stats.lookup_accepted += taken;
+    } else s->stats.pruned += c->made - c->k;
+    if (c->automatic || s->lookup)
+        pace_learn(s->pace, &c->w, c->looked_up ? 0 : c->made, c->k, taken, c->leads, spare, c->draft_ms);
+    if (!c->guesses) return;
+    while (hits < taken && hits < c->guesses && c->drafts[hits] == c->guess[hits]) hits++;
+    int last = hits < c->guesses && hits == taken ? would_pass(c, c->guess[hits]) : -1;
+    pace_learn_lookup(s->pace, c->match, min_int(c->guesses, last < 0 && hits == taken ? hits : hits + 1), hits + (last > 0));
 }
 
 /* Commits a step's accepted rows. The rest needs no undoing: the position does not reach it. */
 static void commit_step(cycle *c) {
     ds4_session *s = c->s;
-    int next;
-    c->accepted = accept(c, &next);
+    c->accepted = accept(c);
+    learn(c);
     s->position += 1 + c->accepted;
     s->step_floor = s->floor;
     session_moved(s);
@@ -6331,7 +6765,8 @@ static void commit_step(cycle *c) {
     if (c->accepted < c->k) s->stats.corrections++;
     else s->stats.bonus++;
     session_settle(s);
-    s->pending = next;
+    if (c->by->draft_logits) s->pending = c->choice;
+    else if (c->by == &s->by) s->chosen = c->choice;
 }
 
 static void commit_prompt(cycle *c) {
@@ -6377,12 +6812,53 @@ static int cycle_error(const cycle *c, int result) {
 static int draft_room(const cycle *c, int most) {
     const ds4_session *s = c->s;
     int room = min_int(min_int(c->max - 1, s->ctx - s->position - 1), min_int(s->batch - 1, most));
-    return max_int(0, min_int(c->given ? c->n_given : s->drafter ? s->draft : 0, room));
+    int wanted = c->given ? c->n_given : !s->drafter && !s->lookup ? 0 : s->draft == DS4_DRAFT_AUTO ? DS4_MAX_DRAFT : s->draft;
+    return max_int(0, min_int(wanted, room));
+}
+
+/* What followed the last time, into c->guess: as much as may be drafted, and nothing from a stop token on. */
+static void look_up(cycle *c) {
+    ds4_session *s = c->s;
+    int last = c->tokens[0], next = 0;
+    c->guesses = 0;
+    if (!s->lookup) return;
+    lookup_add(s->lookup, s->tokens, s->position);
+    c->match = lookup_find(s->lookup, s->tokens, last, &next);
+    if (!c->match) return;
+    lookup_copy(s->lookup, s->tokens, last, next, c->room, c->guess);
+    while (c->guesses < c->room && !ds4_session_is_stop(s, c->guess[c->guesses])) c->guesses++;
+}
+
+/* Who drafts, the lookup or the drafter: whoever is likelier to be right (with a fixed depth), or brings more tokens a
+ * millisecond. The pass holds `others` rows of other sessions. */
+static void choose_drafter(cycle *c, int others) {
+    ds4_session *s = c->s;
+    int n = 0;
+    look_up(c);
+    c->automatic = s->draft == DS4_DRAFT_AUTO;
+    if (!c->automatic && !s->lookup) return;
+    plan_start(&c->w, s->pace, s->engine->costs, others);
+    if (c->automatic) {
+        pace_depth(s->pace, &c->w, s->drafter ? c->room : 0);
+        if (c->guesses) n = pace_lookup(s->pace, &c->w, c->match, c->guesses);
+    } else if (!s->drafter || lookup_chance(s->pace, c->match, 0) > c->w.place[0]) n = c->guesses;
+    for (int i = 0; i < n; i++) add_draft(c, c->guess[i], NAN);
+    c->looked_up = n > 0;
+    c->ended = n > 0 || !s->drafter || (c->automatic && !pace_go_on(s->pace, &c->w, 0, 1, c->room));
+}
+
+/* Leaves out drafts whose rows are not worth it. Under rejection each draft that was drawn is judged, or the law would change. */
+static void prune(cycle *c) {
+    c->made = c->k;
+    if (c->automatic && !c->looked_up && !c->by->draft_logits) c->k = pace_cut(c->s->pace, &c->w, c->chance, c->made);
 }
 
 /* Drafts for the steps among n cycles: all sessions of one drafter at once. */
 static void propose(ds4_engine *e, cycle *list, int n, int most) {
     cycle **same = e->cycle_room;
+    int rows = 0;
+    for (int i = 0; i < n; i++)
+        if (!list[i].result) rows += list[i].n;
     for (int i = 0; i < n; i++) {
         cycle *c = &list[i];
         c->k = c->laws = 0;
@@ -6392,6 +6868,7 @@ static void propose(ds4_engine *e, cycle *list, int n, int most) {
         if (c->max && !c->result) c->s->tokens[c->s->position] = c->tokens[0];
         for (int j = 0; c->given && j < c->room && !ds4_session_is_stop(c->s, c->given[j]); j++) add_draft(c, c->given[j], NAN);
         c->ended = c->ended || c->given;
+        if (!c->ended) choose_drafter(c, min_int(rows, e->s.rows) - 1);
     }
     for (int i = 0; i < n; i++) {
         const drafter *d = list[i].s->drafter;
@@ -6406,10 +6883,12 @@ static void propose(ds4_engine *e, cycle *list, int n, int most) {
         d->propose(same, m);
         for (int j = 0; j < m; j++) repair += same[j]->s->stats.repair_ms;
         for (int j = 0; j < m; j++) {
+            same[j]->draft_ms = (now_ms() - start) / m;
             same[j]->s->stats.draft_ms += now_ms() - start - repair;
             same[j]->ended = true;
         }
     }
+    for (int i = 0; i < n; i++) prune(&list[i]);
 }
 
 /* Logits of the rows that are wanted, from the pass's streams: to their sessions, or to `all`. */
@@ -6460,11 +6939,13 @@ static int finish(cycle *c, double ms) {
 static void run_cycles(ds4_engine *e, cycle *list, int n) {
     pass_row *rows = e->row_room;
     int m = 0;
+    bool steps = true;
     double start = now_ms();
     for (int i = 0; i < n; i++) {
         cycle *c = &list[i];
         c->first = m;
         if (c->result) continue;
+        steps = steps && c->max;
         for (int j = 0; j < c->n; j++) rows[m++] = (pass_row){c->s, c->s->position + j, c->tokens[j]};
         for (int j = 0; j < c->k; j++) rows[m++] = (pass_row){c->s, c->s->position + 1 + j, c->drafts[j]};
     }
@@ -6473,6 +6954,7 @@ static void run_cycles(ds4_engine *e, cycle *list, int n) {
     e->passes++;
     cycle_logits(e, list, n);
     double ms = now_ms() - start;
+    if (steps) cost_add_pass(e->costs, m, ms);
     for (int i = 0; i < n; i++)
         if (!list[i].result) list[i].result = cycle_error(&list[i], finish(&list[i], ms));
 }
@@ -6544,8 +7026,10 @@ static int check_cfg(const ds4_cfg *cfg) {
     if (!cfg->model_path) return fail("model_path is missing");
     if (cfg->mtp_path && cfg->mtp_internal) return fail("mtp_path and mtp_internal exclude each other: one head at a time");
     if (cfg->mtp_shortlist < 0) return fail("mtp_shortlist is %d; expected 0 or more", cfg->mtp_shortlist);
-    if (cfg->mtp_draft < 0 || cfg->mtp_draft > DS4_MAX_DRAFT)
-        return fail("mtp_draft is %d; expected 0 to %d", cfg->mtp_draft, DS4_MAX_DRAFT);
+    if (cfg->mtp_draft < DS4_DRAFT_AUTO || cfg->mtp_draft > DS4_MAX_DRAFT)
+        return fail("mtp_draft is %d; expected 0 to %d, or %d (auto)", cfg->mtp_draft, DS4_MAX_DRAFT, DS4_DRAFT_AUTO);
+    if (cfg->draft_lookup < 0 || cfg->draft_lookup > LOOKUP_LONGEST)
+        return fail("draft_lookup is %d; expected 0 to %d", cfg->draft_lookup, LOOKUP_LONGEST);
     if (!(cfg->mtp_margin >= 0 && cfg->mtp_margin <= 1000))
         return fail("mtp_margin is %g; expected 0 to 1000", (double)cfg->mtp_margin);
     if (cfg->threads < 0 || cfg->threads > MAX_THREADS)
@@ -6696,7 +7180,7 @@ static int engine_start(ds4_engine *e, const ds4_cfg *cfg) {
     if (!(e->dev.pool = pool_new(threads)) || scratch_new(&e->s, c, rows, threads, e->ctx, e->model->has_head)) return -1;
     if (!(e->row_room = mem_array((size_t)rows, sizeof *e->row_room)) ||
         !(e->stream_room = mem_array((size_t)rows, sizeof *e->stream_room)) ||
-        !(e->cycles = mem_array((size_t)rows, sizeof *e->cycles)) ||
+        !(e->cycles = mem_array((size_t)rows, sizeof *e->cycles)) || !(e->costs = mem_new(sizeof *e->costs)) ||
         !(e->cycle_room = mem_array((size_t)rows, sizeof *e->cycle_room)) ||
         !(e->candidates = mem_array((size_t)c->n_vocab, sizeof *e->candidates)) ||
         !(e->adjusted = mem_array((size_t)c->n_vocab, sizeof(float))) || !(e->allowed = mem_new((size_t)c->n_vocab)) ||
@@ -6722,6 +7206,7 @@ ds4_engine *ds4_engine_new(const ds4_cfg *cfg) {
     e->kv_type = cfg->kv_type;
     e->chunk = cfg->prefill_chunk;
     e->draft = cfg->mtp_draft;
+    e->lookup = cfg->draft_lookup;
     e->margin = cfg->mtp_margin;
     e->conf_log = cfg->conf_log;
     e->log = cfg->log;
@@ -6743,10 +7228,9 @@ void ds4_engine_free(ds4_engine *e) {
     pool_free(e->dev.pool);
     tok_free(e->tokens);
     sampler_free(&e->by);
-    void *parts[] = {e->token_list, e->merge_list, e->token_types, e->model_path, e->head_path,
-                     e->name,       e->row_room,   e->stream_room, e->cycles,     e->cycle_room,
-                     e->candidates, e->adjusted,   e->allowed,     e->weights,    e->logits,
-                     e->listed};
+    void *parts[] = {e->token_list, e->merge_list,  e->token_types, e->model_path, e->head_path,  e->name,
+                     e->row_room,   e->stream_room, e->cycles,      e->cycle_room, e->candidates, e->adjusted,
+                     e->allowed,    e->weights,     e->logits,      e->listed,     e->costs};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) mem_free(parts[i]);
     model_free(e->model);
     pthread_mutex_destroy(&e->run);
@@ -6791,7 +7275,7 @@ ds4_info ds4_engine_info(const ds4_engine *e) {
                       .weight_bytes = m->weight_bytes,
                       .head_weight_bytes = m->head_weight_bytes,
                       .scratch_bytes = e->s.bytes,
-                      .session_bytes = session_bytes(e, e->ctx, session_slack(e))};
+                      .session_bytes = session_bytes(e, e->ctx, session_slack(e)) + (e->lookup ? lookup_bytes(e->ctx) : 0)};
 }
 
 int ds4_engine_tensor(const ds4_engine *e, int64_t i, ds4_tensor_info *out) {
@@ -6894,7 +7378,7 @@ static ds4_session *session_new(ds4_engine *e, int ctx) {
     s->ctx = ctx;
     s->max_rewind = e->max_rewind;
     s->batch = max_int(e->chunk, DS4_MAX_DRAFT + 1);
-    s->logits_row = s->pending = -1;
+    s->logits_row = s->pending = s->chosen = -1;
     s->draft = e->draft;
     s->margin = e->margin;
     s->stream_need = min_int(c->window, s->ctx);
@@ -6905,6 +7389,7 @@ static ds4_session *session_new(ds4_engine *e, int ctx) {
         !(s->streams = mem_array((size_t)s->stream_ring * e->sizes.streams, sizeof(float))) ||
         !(s->head_streams = mem_array(e->sizes.streams, sizeof(float))) ||
         !(s->logits = mem_array((size_t)(DS4_MAX_DRAFT + 1) * (size_t)c->n_vocab, sizeof(float))) ||
+        !(s->pace = mem_new(sizeof *s->pace)) || (e->lookup && !(s->lookup = lookup_new(e->lookup, s->ctx))) ||
         sampler_new(&s->by, &e->by.gen, c->n_vocab) || shortlist_new(&s->listed, e))
         goto bad;
     for (int i = 0; i < c->n_layers + (e->model->has_head ? 1 : 0); i++)
@@ -6945,7 +7430,9 @@ void ds4_session_free(ds4_session *s) {
     pthread_mutex_unlock(&s->engine->run);
     for (int i = 0; s->caches && i <= s->engine->model->c.n_layers; i++) cache_free(&s->caches[i]);
     sampler_free(&s->by);
-    void *parts[] = {s->caches, s->tokens, s->streams, s->head_streams, s->logits, s->stops, s->listed.counts, s->listed.has};
+    lookup_free(s->lookup);
+    void *parts[] = {s->caches, s->tokens,        s->streams,    s->head_streams, s->logits,
+                     s->stops,  s->listed.counts, s->listed.has, s->pace};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) mem_free(parts[i]);
     mem_free(s);
 }
@@ -7067,8 +7554,8 @@ static int choose_next(ds4_session *s, sampler *b) {
 }
 
 int ds4_session_next(ds4_session *s) {
-    bool rejection = s->by.draft_logits;
-    return rejection && s->pending >= 0 ? s->pending : choose_next(s, &s->by);
+    int known = s->by.draft_logits ? s->pending : s->chosen;
+    return known >= 0 ? known : choose_next(s, &s->by);
 }
 
 int ds4_session_sample(ds4_session *s, const ds4_gen *gen) {
@@ -7089,6 +7576,7 @@ int ds4_session_set_gen(ds4_session *s, const ds4_gen *gen) {
     if (sampler_new(&b, gen, s->engine->model->c.n_vocab)) return -1;
     sampler_free(&s->by);
     s->by = b;
+    s->chosen = -1;
     return 0;
 }
 
@@ -7143,6 +7631,7 @@ int ds4_session_keep(ds4_session *s, int n) {
     s->step_rows = n;
     s->stats.emitted -= dropped;
     for (int i = n - 1; i < n - 1 + dropped; i++) s->stats.accepted[i]--;
+    if (s->step_lookup) s->stats.lookup_accepted -= dropped;
     session_settle(s);
     return 0;
 }
@@ -7168,11 +7657,21 @@ bool ds4_session_is_stop(const ds4_session *s, int token) {
 }
 
 int ds4_session_set_mtp(ds4_session *s, int draft, float margin) {
-    if (draft < 0 || draft > DS4_MAX_DRAFT) return fail("draft is %d; expected 0 to %d", draft, DS4_MAX_DRAFT);
+    if (draft < DS4_DRAFT_AUTO || draft > DS4_MAX_DRAFT)
+        return fail("draft is %d; expected 0 to %d, or %d (auto)", draft, DS4_MAX_DRAFT, DS4_DRAFT_AUTO);
     if (!(margin >= 0 && margin <= 1000)) return fail("margin is %g; expected 0 to 1000", (double)margin);
-    if (draft > 0 && !s->drafter) return fail("draft is %d, but no MTP head is loaded", draft);
+    if (draft != 0 && !s->drafter && !s->lookup) return fail("draft is %d, but no MTP head is loaded and lookup is off", draft);
     s->draft = draft;
     s->margin = margin;
+    return 0;
+}
+
+int ds4_session_set_lookup(ds4_session *s, int longest) {
+    if (longest < 0 || longest > LOOKUP_LONGEST) return fail("lookup is %d; expected 0 to %d", longest, LOOKUP_LONGEST);
+    lookup *l = NULL;
+    if (longest && !(l = lookup_new(longest, s->ctx))) return -1;
+    lookup_free(s->lookup);
+    s->lookup = l;
     return 0;
 }
 
@@ -7372,6 +7871,7 @@ static int load_snapshot(ds4_session *s, const void *buf, size_t n, const char *
     s->written = h.position;
     s->streams_from = max_int(0, h.floor - s->stream_need);
     session_moved(s);
+    if (s->lookup) lookup_drop(s->lookup, 0);
     s->head_from = s->head_to = 0;
     s->logits_row = -1;
     s->step_rows = 0;
@@ -7504,6 +8004,7 @@ ds4_session *ds4_session_fork(const ds4_session *s) {
     size_t n = ds4_session_save_size(s);
     uint8_t *buf = copy ? mem_new(n) : NULL;
     bool good = buf && ds4_session_save_mem(s, buf, n) && !ds4_session_load_mem(copy, buf, n) &&
+                !ds4_session_set_lookup(copy, s->lookup ? s->lookup->longest : 0) &&
                 !ds4_session_set_stops(copy, s->stops, s->n_stops, s->ignore_eos) && !ds4_session_set_gen(copy, &s->by.gen);
     mem_free(buf);
     if (!good) {
@@ -7514,5 +8015,6 @@ ds4_session *ds4_session_fork(const ds4_session *s) {
     session_set_drafter(copy, s->drafter, s->drafter_ctx);
     copy->draft = s->draft;
     copy->margin = s->margin;
+    *copy->pace = *s->pace;
     return copy;
 }

@@ -34,6 +34,7 @@ extern "C" {
 
 #define DS4_VERSION "0.1.0"
 #define DS4_MAX_DRAFT 16               /* the deepest speculation */
+enum { DS4_DRAFT_AUTO = -1 };          /* a draft depth: as many as pay, none included */
 #define DS4_ERROR_BYTES 256            /* of a batch item's message */
 
 typedef struct ds4_engine ds4_engine;
@@ -81,7 +82,8 @@ typedef struct {
     const char *model_path;            /* target GGUF; any part of a split file will do */
     const char *mtp_path;              /* head GGUF (either layout), or NULL */
     bool mtp_internal;                 /* use the head inside the target's file */
-    int mtp_draft;                     /* tokens drafted a cycle, 0 to DS4_MAX_DRAFT; 0: no speculation (1) */
+    int mtp_draft;                     /* tokens drafted a cycle, 0 to DS4_MAX_DRAFT; 0: no speculation; DS4_DRAFT_AUTO (1) */
+    int draft_lookup;                  /* draft what followed the last time that up to so many tokens occurred, 0 to 64; 0: off (0) */
     float mtp_margin;                  /* lead in logits a draft needs to be committed from the batch, 0 to 1000 (3) */
     int mtp_shortlist;                 /* the head drafts the vocabulary's first so many ids and those of the text; 0: any (32768) */
     ds4_gen gen;                       /* how sessions choose tokens until ds4_session_set_gen (greedy) */
@@ -231,8 +233,12 @@ int ds4_session_rewind_floor(const ds4_session *s);
 /* Stop tokens besides EOS (replaces the set). ignore_eos: EOS is a token like any other. */
 int ds4_session_set_stops(ds4_session *s, const int *tokens, size_t n, bool ignore_eos);
 bool ds4_session_is_stop(const ds4_session *s, int token);
-/* Speculation of this session: draft 0 to DS4_MAX_DRAFT (0: off; more than 0 needs a head or another drafter), margin >= 0. */
+/* Speculation of this session: draft 0 to DS4_MAX_DRAFT or DS4_DRAFT_AUTO (0: off; any other needs a head, lookup or another
+ * drafter), margin >= 0. Auto drafts as many tokens as measured times and acceptance say will pay, none included. */
 int ds4_session_set_mtp(ds4_session *s, int draft, float margin);
+/* Prompt lookup: when the last tokens, `longest` (1 to 64) or fewer but at least 2, stand earlier in the session, what followed
+ * them is drafted, as far as the draft depth goes; with a head, whichever is likelier to be accepted. 0: off. */
+int ds4_session_set_lookup(ds4_session *s, int longest);
 
 /* How this session chooses tokens from now on: copied, the bias list too. -1: refused, with the old one in force. */
 int ds4_session_set_gen(ds4_session *s, const ds4_gen *gen);
@@ -297,6 +303,8 @@ typedef struct {
     int64_t passes;                    /* target passes, prompt included */
     int64_t head_passes;               /* passes of the head: draft steps and repairs */
     int64_t drafted[DS4_MAX_DRAFT], accepted[DS4_MAX_DRAFT];    /* by position in the cycle */
+    int64_t lookup_drafted, lookup_accepted;                    /* of these, from lookups */
+    int64_t pruned;                    /* drafts made and not verified: not worth a row */
     int64_t below_margin;              /* matches not committed because of the margin */
     int64_t corrections, bonus;
     double prompt_ms, draft_ms, verify_ms, repair_ms;           /* wall clock */

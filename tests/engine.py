@@ -30,6 +30,20 @@ ffi.cdef(
     hook_script *hook_script_new(ds4_session *s, const int *text, int n, int wrong);
     void hook_script_free(ds4_session *s, hook_script *script);
     void hook_raw_row(const ds4_session *s, int layer, int position, float *out);
+    typedef struct hook_pace hook_pace;
+    hook_pace *hook_pace_new(void);
+    void hook_pace_free(hook_pace *h);
+    void hook_pace_cost(hook_pace *h, int slot, double ms);
+    double hook_pace_pass(const hook_pace *h, int rows);
+    int hook_pace_depth(hook_pace *h, int limit);
+    int hook_pace_cycle(hook_pace *h, int limit, const float *leads, const int *hits, int *made, int *verified);
+    void hook_costs(ds4_session *s, double one, double row, double first, double more);
+    typedef struct hook_lookup hook_lookup;
+    hook_lookup *hook_lookup_new(int longest, int ctx);
+    void hook_lookup_free(hook_lookup *l);
+    void hook_lookup_add(hook_lookup *l, const int *tokens, int n);
+    void hook_lookup_drop(hook_lookup *l, int n);
+    int hook_lookup_find(const hook_lookup *l, const int *tokens, int last, int k, int *out);
     """
 )
 FAULTS = os.environ.get("DS4_TEST_FAULTS") == "1"
@@ -164,6 +178,13 @@ class Session:
 
     def set_mtp(self, draft: int, margin: float) -> None:
         check(lib.ds4_session_set_mtp(self.p, draft, margin))
+
+    def set_lookup(self, longest: int) -> None:
+        check(lib.ds4_session_set_lookup(self.p, longest))
+
+    def costs(self, one: float, row: float, first: float = 0.1, more: float = 0.1) -> None:
+        """What passes and head steps cost, for `auto`, until they are measured."""
+        lib.hook_costs(self.p, one, row, first, more)
 
     def set_gen(self, **options: Any) -> None:
         gen, keep = gen_of(**options)

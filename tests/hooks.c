@@ -2,8 +2,8 @@
 #include "../ds4.c"
 
 #include "hooks_kernels.inc"
-#include "hooks_rows.inc"
 #include "hooks_tokenizer.inc"
+#include "hooks_pace.inc"
 
 /* ---- a scripted drafter: it proposes a given text, with one wrong token at a given place of each cycle ---- */
 
@@ -21,7 +21,8 @@ static void script_propose(cycle **list, int n) {
         for (int i = 0; i < c->room && s->position + 1 + i < script->n; i++) {
             int token = (script->text[s->position + 1 + i] + (i == script->wrong)) % V;
             if (ds4_session_is_stop(s, token)) break;
-            add_draft(c, token, 0);
+            add_draft(c, token, NAN);
+            if (!draft_more(c)) break;
         }
     }
 }

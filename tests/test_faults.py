@@ -86,7 +86,7 @@ def batch(e, sessions):
 
 def scenario():
     "All that a user does; after a failure of a call the others go on and must give what they always give."
-    e = attempt(lambda: Engine(tiny / "target.gguf", tiny / "head-ds4.gguf", mtp_draft=2, mtp_margin=0.0, threads=2, ctx=128, prefill_chunk=32), "target.gguf", "head-ds4.gguf")
+    e = attempt(lambda: Engine(tiny / "target.gguf", tiny / "head-ds4.gguf", mtp_draft=2, mtp_margin=0.0, draft_lookup=3, threads=2, ctx=128, prefill_chunk=32), "target.gguf", "head-ds4.gguf")
     if e is None:
         return
     text_calls(e)

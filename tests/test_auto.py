@@ -1,0 +1,389 @@
+"""The depth that pays: the controller in worlds of its own, and in the engine, where it never changes the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine import Engine, Failed, Session, batch_step, bits, ffi, lib
+
+AUTO, MOST = -1, 16
+Drafts = Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]
+
+# ---------------------------------------------------------------- the controller alone
+
+
+@dataclass
+class Machine:
+    """Milliseconds of passes by rows, of a cycle's first head step and of each further one."""
+
+    passes: list[float]
+    first: float
+    more: float
+
+    def cycle(self, made: int, verified: int) -> float:
+        return self.passes[verified] + (self.first + (made - 1) * self.more if made else 0)
+
+
+SMALL = Machine([1.49, 2.03, 2.92, 3.33, 3.55, 3.9, 4.3, 4.7, 4.97, *(5.4 + 0.4 * i for i in range(8))], 0.2, 0.13)
+LARGE = Machine([100 + 6.0 * i for i in range(17)], 2, 2)
+EXPERTS = Machine([100 + 35.0 * i for i in range(17)], 2, 2)
+MACHINES = [SMALL, LARGE, EXPERTS]
+
+
+def never(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Confident and always wrong."""
+    return rng.exponential(4, MOST), np.zeros(MOST, bool)
+
+
+def always(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    return rng.exponential(4, MOST), np.ones(MOST, bool)
+
+
+def flat(p: float) -> Drafts:
+    """No leads; each draft right with the same probability."""
+    return lambda rng: (np.full(MOST, np.nan), rng.random(MOST) < p)
+
+
+def honest(mean: float, bias: float) -> Drafts:
+    """Leads that say how sure to be."""
+
+    def drafts(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        leads = rng.exponential(mean, MOST)
+        return leads, rng.random(MOST) < 1 / (1 + np.exp(bias - leads))
+
+    return drafts
+
+
+class World:
+    """A controller on a machine; counts what it spends and what each fixed depth would have spent on the same drafts."""
+
+    def __init__(self, machine: Machine, seed: int = 0, noise: float = 0) -> None:
+        self.p: Any = ffi.gc(lib.hook_pace_new(), lib.hook_pace_free)
+        self.machine, self.noise = machine, noise
+        self.rng, self.disturbance = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
+        self.clear()
+
+    def clear(self) -> None:
+        self.tokens, self.ms = 0, 0.0
+        self.fixed = {d: [0, 0.0] for d in range(9)}
+        self.depths: list[int] = []
+        self.made: list[int] = []
+
+    def time(self, slot: int, ms: float) -> None:
+        if self.noise:
+            ms *= np.exp(self.noise * self.disturbance.standard_normal()) * (3 if self.disturbance.random() < 0.03 else 1)
+        lib.hook_pace_cost(self.p, slot, ms)
+
+    def cycle(self, drafts: Drafts) -> None:
+        leads, hits = drafts(self.rng)
+        leads, hits = leads.astype(np.float32), hits.astype(np.int32)
+        made, verified = ffi.new("int *"), ffi.new("int *")
+        taken = lib.hook_pace_cycle(
+            self.p, MOST, ffi.from_buffer("float[]", leads), ffi.from_buffer("int[]", hits), made, verified
+        )
+        assert 0 <= taken <= verified[0] <= made[0] <= MOST
+        self.time(1 + verified[0], self.machine.passes[verified[0]])
+        for i in range(made[0]):
+            self.time(-1 if i else 0, self.machine.more if i else self.machine.first)
+        self.tokens += 1 + taken
+        self.ms += self.machine.cycle(made[0], verified[0])
+        self.depths.append(verified[0])
+        self.made.append(made[0])
+        for depth, spent in self.fixed.items():
+            spent[0] += 1 + (int(np.argmin(hits[:depth])) if not hits[:depth].all() else depth)
+            spent[1] += self.machine.cycle(depth, depth)
+
+    def run(self, drafts: Drafts, tokens: int) -> World:
+        self.clear()
+        while self.tokens < tokens:
+            self.cycle(drafts)
+        return self
+
+    @property
+    def ratio(self) -> float:
+        """Its tokens a millisecond by those of the best fixed depth, plain decoding among them."""
+        return self.tokens / self.ms / max(tokens / ms for tokens, ms in self.fixed.values())
+
+
+@pytest.mark.parametrize("noise", [0, 0.1])
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    "drafts",
+    [never, always, flat(0.3), flat(0.8), honest(1, 2.5), honest(2, 2), honest(3, 2), honest(4, 1), honest(8, 0.5), honest(20, -2)],
+)  # fmt: skip
+def test_as_good_as_the_best_depth(machine: Machine, drafts: Drafts, noise: float) -> None:
+    """1000 tokens after the first 200, in the mean of six runs: within 3% of the better of plain and the best fixed depth."""
+    worlds = [World(machine, seed, noise).run(drafts, 200) for seed in range(6)]
+    ratios = [world.run(drafts, 1000).ratio for world in worlds]
+    assert np.mean(ratios) >= 0.97 and min(ratios) > 0.93, ratios
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_head_that_is_always_wrong(machine: Machine) -> None:
+    """Off after a few cycles; what is left is a hundredth of the time."""
+    world = World(machine)
+    for _ in range(20):
+        world.cycle(never)
+    world.run(never, 2000)
+    assert world.ms <= 1.012 * 2000 * machine.passes[0]
+    assert sum(world.made) > 0 and sum(world.depths) <= 5  # trials, of which few are even verified
+
+
+def test_it_goes_as_deep_as_pays() -> None:
+    world = World(LARGE)
+    world.run(always, 600)
+    assert world.run(always, 600).depths[-20:] == [16] * 20
+    shallow = World(EXPERTS).run(flat(0.6), 2000)
+    assert max(shallow.depths[500:]) <= 3 and np.mean(shallow.depths[500:]) > 0.3
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_it_comes_back(machine: Machine) -> None:
+    """Wrong for 600 tokens, then right: within 60 cycles it drafts for good. Then wrong again: that costs it 40 passes at most."""
+    for seed in range(5):
+        world = World(machine, seed)
+        assert sum(world.run(never, 600).depths[-100:]) <= 2
+        world.run(honest(20, -2), 400)
+        back = next(i for i in range(len(world.depths)) if all(world.depths[i : i + 5]))
+        assert back <= 60, (seed, back)
+        world.run(never, 200)
+        assert world.ms < 240 * machine.passes[0]
+
+
+def test_no_flapping() -> None:
+    """Around the break-even acceptance it neither loses nor changes its mind all the time."""
+    at = (SMALL.passes[1] + SMALL.first) / SMALL.passes[0] - 1
+    for p in (at - 0.03, at, at + 0.03):
+        ratios, changes, cycles = [], 0, 0
+        for seed in range(5):
+            world = World(SMALL, seed).run(flat(p), 2000)
+            on = np.array(world.depths) > 0
+            changes += int((on[1:] != on[:-1]).sum())
+            cycles += len(on)
+            ratios.append(world.ratio)
+        assert np.mean(ratios) > 0.97 and changes < cycles / 25, (p, ratios, changes, cycles)
+    sure = World(SMALL).run(flat(0.9), 2000)
+    assert all(sure.depths[10:])
+
+
+def test_the_lead_prunes() -> None:
+    """When the leads tell right from wrong, drafts that will be refused are not verified, and it beats every fixed depth."""
+
+    def telling(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        hits = rng.random(MOST) < 0.6
+        return np.where(hits, 6.0, 0.2), hits
+
+    world = World(EXPERTS)
+    world.run(telling, 500)
+    world.run(telling, 2000)
+    assert world.ratio > 1.1
+    assert sum(world.made) > 1.3 * sum(world.depths)
+    assert sum(world.depths) < 1.05 * (world.tokens - len(world.depths))  # nearly every verified draft is accepted
+
+
+def test_costs() -> None:
+    """The lower quartile of what is measured; straight lines between; unknown is cheap; fewer rows never cost more."""
+    p = ffi.gc(lib.hook_pace_new(), lib.hook_pace_free)
+    passes = lambda rows: lib.hook_pace_pass(p, rows)  # noqa: E731
+    assert passes(1) == 0
+    for ms in (50.0, 10.0, 11.0):  # the first pass reads the weights from disk
+        assert passes(1) == 0
+        lib.hook_pace_cost(p, 1, ms)
+    assert passes(1) == 10 and passes(2) == 11 and passes(5) == 14
+    for ms in (30, 30, 30):
+        lib.hook_pace_cost(p, 5, ms)
+    assert passes(3) == 20 and passes(5) == 30 and passes(7) == 40
+    for _ in range(40):
+        lib.hook_pace_cost(p, 5, 22)
+        lib.hook_pace_cost(p, 1, 10)
+        lib.hook_pace_cost(p, 1, 90)  # another program
+    assert passes(5) == 22 and passes(1) == 10
+    for _ in range(3):
+        lib.hook_pace_cost(p, 40, 100)
+    assert passes(32) == 80 and 22 < passes(17) < 80 and passes(64) > passes(48) > 80
+    for _ in range(600):
+        lib.hook_pace_cost(p, 1, 10)
+    assert passes(5) == 14  # what was not seen for long is tried anew
+
+
+def test_decisions_follow_from_costs_and_drafts() -> None:
+    runs = [World(SMALL, 3, 0.1) for _ in range(2)]
+    for world in runs:
+        world.run(honest(4, 1), 500)
+    assert runs[0].depths == runs[1].depths and runs[0].made == runs[1].made
+
+
+# ---------------------------------------------------------------- in the engine
+
+PROMPT, LENGTH = 40, 300
+CHEAP, USUAL, DEAR = (100.0, 0.1, 0.1, 0.1), (1.0, 0.3, 0.1, 0.1), (1.0, 10.0, 5.0, 5.0)
+
+
+class Plain:
+    """Greedy text of the tiny model and the logits behind it."""
+
+    def __init__(self, data: Path) -> None:
+        self.target, self.head = data / "tiny/target.gguf", data / "tiny/head-ds4.gguf"
+        self.prompt = np.load(data / "tiny/prompt.npy")[:PROMPT]
+        with Engine(self.target, self.head, mtp_draft=0, threads=1) as engine:
+            session = start(engine, self.prompt, 0)
+            self.tokens = session.generate(LENGTH)
+            self.logits = session.logits()
+        self.text = np.concatenate([self.prompt, np.array(self.tokens, np.int32), np.zeros(32, np.int32)])
+
+
+def start(engine: Engine, prompt: Any, draft: int = AUTO, margin: float = 0) -> Session:
+    session = engine.session()
+    session.set_stops([], ignore_eos=True)
+    session.set_mtp(draft, margin)
+    session.eval(prompt)
+    return session
+
+
+@pytest.fixture(scope="module")
+def plain(data: Path) -> Plain:
+    return Plain(data)
+
+
+def generate(session: Session, n: int, costs: Callable[[int], tuple[float, ...]]) -> list[int]:
+    """n tokens, before each step of which the engine is told what things cost."""
+    out: list[int] = []
+    while len(out) < n:
+        session.costs(*costs(len(out)))
+        out += session.step(session.next(), n - len(out))
+    return out
+
+
+def identity(session: Session) -> None:
+    s = session.stats
+    assert sum(s.accepted) + s.corrections + s.bonus == s.emitted
+    assert s.lookup_accepted <= s.lookup_drafted <= sum(s.drafted) and s.lookup_accepted <= sum(s.accepted)
+    assert all(a <= d for a, d in zip(s.accepted, s.drafted, strict=True))
+
+
+@pytest.mark.parametrize("lookup", [0, 4])
+@pytest.mark.parametrize("wrong", [-1, 0, 1, 5])
+def test_the_text_is_plain(plain: Plain, wrong: int, lookup: int) -> None:
+    """Whatever costs make of it from step to step, scripted drafts right and wrong: plain's tokens and bits."""
+    rng = np.random.default_rng(wrong + 1)
+    with Engine(plain.target, plain.head, threads=1) as engine:
+        for margin in (0.0, 0.3, 1000.0):
+            session = start(engine, plain.prompt, AUTO, margin)
+            session.script(plain.text, wrong)
+            session.set_lookup(lookup)
+            assert generate(session, LENGTH, lambda _: (1.0, *rng.choice([0.01, 0.3, 3.0], 3))) == plain.tokens
+            assert np.array_equal(bits(session.logits()), bits(plain.logits))
+            identity(session)
+            session.close()
+
+
+def test_own_head(plain: Plain, root: Path) -> None:
+    """The head's drafts with measured costs; the bundled pair works less than plain when rows cost little."""
+    with Engine(plain.target, plain.head, mtp_draft=AUTO, mtp_margin=0) as engine:
+        session = start(engine, plain.prompt)
+        assert session.generate(LENGTH) == plain.tokens
+        identity(session)
+    pair = root / "models/small.gguf", root / "models/small-mtp.gguf"
+    with Engine(*pair, mtp_draft=AUTO, mtp_margin=0) as engine:
+        prompt = [0, 370, 271, 1069]
+        text = generate(start(engine, prompt, 0), 96, lambda _: DEAR)
+        session = start(engine, prompt)
+        assert generate(session, 96, lambda _: CHEAP) == text
+        assert session.stats.passes < 60 and session.stats.head_passes > 0
+        dear = start(engine, prompt)
+        assert generate(dear, 96, lambda _: DEAR) == text
+        assert dear.stats.passes == 97 and dear.stats.head_passes == 0  # not even tried
+
+
+def test_work(plain: Plain) -> None:
+    """A drafter that is right saves nearly all passes where rows are cheap; one that is wrong soon costs nothing, and is noticed
+    when it is right again."""
+    with Engine(plain.target, plain.head, threads=1) as engine:
+        session = start(engine, plain.prompt)
+        session.script(plain.text)
+        generate(session, LENGTH, lambda _: CHEAP)
+        assert session.stats.passes - 1 < LENGTH / 8
+        session = start(engine, plain.prompt)
+        session.script(plain.text, 0)
+        generate(session, 150, lambda _: USUAL)
+        assert sum(session.stats.drafted) < 40 and session.stats.passes == 151
+        session.script(plain.text)
+        generate(session, LENGTH - 150, lambda _: USUAL)
+        assert session.stats.passes - 151 < 75
+
+
+def test_auto_in_the_api(plain: Plain) -> None:
+    """-1 is auto, -2 nothing; auto needs something to draft with; forks go on with it."""
+    with Engine(plain.target, mtp_draft=AUTO) as engine:  # without a head: plain
+        session = start(engine, plain.prompt, 0)
+        with pytest.raises(Failed, match="no MTP head is loaded and lookup is off"):
+            session.set_mtp(AUTO, 0)
+        session.set_lookup(3)
+        session.set_mtp(AUTO, 0)
+        with pytest.raises(Failed, match="expected 0 to 16, or -1"):
+            session.set_mtp(-2, 0)
+        with pytest.raises(Failed, match="0 to 64"):
+            session.set_lookup(65)
+    with pytest.raises(Failed, match="mtp_draft is -2"):
+        Engine(plain.target, mtp_draft=-2)
+    with pytest.raises(Failed, match="draft_lookup is 65"):
+        Engine(plain.target, draft_lookup=65)
+    with Engine(plain.target, plain.head, mtp_draft=AUTO, mtp_margin=0) as engine:
+        session = start(engine, plain.prompt)
+        session.script(plain.text)
+        generate(session, 100, lambda _: CHEAP)
+        copy = session.fork()
+        assert generate(copy, 100, lambda _: CHEAP) == plain.tokens[100:200]
+        assert copy.stats.passes < 10  # it knows what the session had learned
+        copy.close()
+
+
+@pytest.mark.parametrize("scheme", ["coupled", "rejection"])
+def test_sampled(plain: Plain, scheme: str) -> None:
+    """Coupled: a seed's text is plain's. Rejection: every draft that is drawn is judged, so none is pruned."""
+    gen: dict[str, Any] = {"temperature": 0.8, "seed": 11, "top_p": 0.95}
+    if scheme == "rejection":
+        gen["scheme"] = 1
+    with Engine(plain.target, plain.head, threads=1) as engine:
+        costs = lambda n: CHEAP if n % 40 < 20 else (1.0, 0.4, 0.05, 0.05)  # noqa: E731
+        alone = start(engine, plain.prompt, 0)
+        alone.set_gen(**gen)
+        text = generate(alone, 150, costs)
+        session = start(engine, plain.prompt)
+        session.set_lookup(5)
+        session.set_gen(**gen)
+        drawn = generate(session, 150, costs)
+        assert sum(session.stats.drafted) > 0
+        if scheme == "coupled":
+            assert drawn == text and np.array_equal(bits(session.logits()), bits(alone.logits()))
+        else:
+            assert session.stats.pruned == 0
+        identity(session)
+
+
+def test_in_a_batch(plain: Plain) -> None:
+    """Auto sessions with right and wrong drafts beside fixed ones and a prompt: each its own text."""
+    with Engine(plain.target, plain.head, threads=1) as engine:
+        sessions = []
+        for i in range(5):
+            s = start(engine, plain.prompt, AUTO if i < 3 else i)
+            s.script(plain.text, [-1, 0, 2, -1, 1][i])
+            if i == 2:
+                s.set_lookup(3)
+            sessions.append(s)
+        out: list[list[int]] = [[] for _ in sessions]
+        while any(len(o) < LENGTH for o in out):
+            sessions[0].costs(*CHEAP)
+            late = engine.session()
+            busy = [i for i, o in enumerate(out) if len(o) < LENGTH]
+            asked = [(sessions[i], [sessions[i].argmax()], LENGTH - len(out[i])) for i in busy]
+            for i, got in zip(busy, batch_step(engine, [*asked, (late, list(plain.prompt), 0)]), strict=False):
+                out[i] += got
+            late.close()
+        assert all(o == plain.tokens for o in out)
+        assert sessions[0].stats.passes < 50 < sessions[1].stats.passes
