@@ -2,6 +2,7 @@
 #include "../ds4.c"
 
 #include "hooks_kernels.inc"
+#include "hooks_rows.inc"
 #include "hooks_tokenizer.inc"
 #include "hooks_pace.inc"
 

@@ -69,6 +69,27 @@ MUTANTS = {
         "verdict(c, i, c->drafts[i])",
         "lead_of(k, V, z, c->drafts[i]) > -0.5f ? c->drafts[i] : verdict(c, i, c->drafts[i])",
     ),
+    "head without history after a pause": (
+        "if (!joined) s->head_from = s->head_to = need;",
+        "if (!joined) s->head_from = s->head_to = to;",
+    ),
+    "floor left behind a kept part of a step": ("s->floor = s->step_floor;", "(void)0;"),
+    "refused drafts left in the penalties": (
+        "if (s->by.counts) count_to(s, &s->by, min_int(s->by.counted, s->position));",
+        "if (s->by.counts) count_to(s, &s->by, s->by.counted);",
+    ),
+    "a draft's draw from another position": (
+        "choose(s, c->by, z, position, FOR_TOKEN)",
+        "choose(s, c->by, z, position + (i > 0), FOR_TOKEN)",
+    ),
+    "snapshot a row short": (
+        "walk_ring(w, k->kv, k->comp_ring, channels, floor - k->comp_need, position);",
+        "walk_ring(w, k->kv, k->comp_ring, channels, floor - k->comp_need + 1, position);",
+    ),
+    "logits of another session of the batch": (
+        "memcpy(c->s->logits, out, count * V * sizeof *out);",
+        "memcpy(c->s->logits, i ? out - V : out, count * V * sizeof *out);",
+    ),
     "streams not kept": (
         """memcpy(session_streams(rows[r].s, rows[r].position), e->s.x + (size_t)r * e->sizes.streams,
                e->sizes.streams * sizeof(float));""",
@@ -138,6 +159,9 @@ for name in ("tiny", "odd"):
             assert near.tokens == text.tokens[: near.position].tolist()
     with tempfile.TemporaryDirectory() as tmp:
         test_state.failed_pass(text, Path(tmp))
+    options = dict(max_rewind=30, ctx=1024, isa={isa!r})
+    with engine.Engine(*text.files, prefill_chunk=17, **options) as a, engine.Engine(*text.files, prefill_chunk=64, **options) as b:
+        test_state.Pair([a, b], 1).run(120)
 print("all equal")
 """
 

@@ -6,11 +6,12 @@ is still allowed; head rows and logits are compared beside it.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engine import Engine, Failed, Session, bits
+from engine import Engine, Failed, Session, batch_step, bits, lib
 from fixtures import FIXTURES, rewrite, tensors_of
 
 PROMPT, TEXT = 40, 560
@@ -132,6 +133,50 @@ def test_paused_drafting(texts: dict[str, Text]) -> None:
         same(fast, plain, text)
 
 
+@pytest.mark.parametrize("depth", [3, 8])
+@pytest.mark.parametrize("name", FIXTURES)
+def test_paused_oracle(texts: dict[str, Text], name: str, depth: int) -> None:
+    """A drafter that is always right, paused for 5 tokens wherever the window and the rings wrap: the first cycle after it takes
+    every draft again."""
+    text = texts[name]
+    with Engine(*text.files, prefill_chunk=17, max_rewind=30, ctx=1024) as engine:
+        fast, plain = text.session(engine, 41), text.session(engine, 41)
+        fast.script(text.tokens)
+        while fast.position < 300:
+            fast.set_mtp(depth, 0)
+            cycles(fast, plain, text, [depth] * 2, depth)  # each takes all of its drafts
+            fast.set_mtp(0, 0)
+            before = list(fast.stats.drafted)
+            for _ in range(5):
+                assert len(fast.step(fast.argmax(), depth + 1)) == 1
+            assert list(fast.stats.drafted) == before
+            same(fast, plain, text)
+        assert list(fast.stats.accepted)[:depth] == list(fast.stats.drafted)[:depth]
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_paused_head(texts: dict[str, Text], name: str) -> None:
+    """The head's guesses after a pause of any length have the bits of one that never paused, and of one that was never on."""
+    text = texts[name]
+    with Engine(*text.files, prefill_chunk=17, max_rewind=30, ctx=1024) as engine:
+        never, paused = text.session(engine, 60), text.session(engine, 60)
+        for pause in (5, 1, 17, 40, 200):
+            for session in (never, paused):
+                session.set_mtp(4, 0)
+                session.generate(11)
+            paused.set_mtp(0, 0)
+            for session in (never, paused):
+                session.generate(pause)
+            off = text.session(engine, paused.position)
+            token = paused.argmax()
+            guesses = paused.draft(token, 8)
+            assert guesses.shape == (8, engine.vocab)
+            for session in (never, off):
+                assert np.array_equal(bits(session.draft(token, 8)), bits(guesses)), pause
+            assert never.save() == paused.save() == off.save()
+            off.close()
+
+
 def test_rewind_limits(texts: dict[str, Text]) -> None:
     """Within max_rewind of the highest position ever reached, or to 0; deeper is refused and changes nothing."""
     text = texts["odd"]
@@ -197,3 +242,174 @@ def test_many_forks(texts: dict[str, Text]) -> None:
             assert fork.tokens == text.tokens[:180].tolist()
             assert fork.save() == forks[0].save()
         assert base.save() == kept
+
+
+# ---- anything, in any order ----
+
+
+class Pair:
+    """A session that does all it can, and one that only ever decodes token by token; whatever was done, their states are equal."""
+
+    def __init__(self, engines: list[Engine], seed: int) -> None:
+        self.engines, self.rng = engines, np.random.default_rng(seed)
+        self.fast, self.plain, self.companion = (engines[0].session() for _ in range(3))
+        for s in (self.fast, self.plain, self.companion):
+            s.set_stops([], True)
+        self.plain.set_mtp(0, 0)
+        self.prompt()
+        self.follow()
+        self.companion.eval([5, 6, 7])
+
+    def tokens(self, n: int) -> list[int]:
+        return [int(t) for t in self.rng.integers(2, self.fast.engine.vocab, n)]
+
+    def drafts(self, token: int, n: int) -> tuple[list[int], int]:
+        """n tokens that plain decoding says behind `token`, one of them often another; how many before that."""
+        oracle = self.plain.fork()
+        oracle.gen = self.plain.gen
+        out = [token]
+        while len(out) <= n:
+            oracle.step(out[-1], 1)
+            out.append(oracle.next())
+        oracle.close()
+        wrong = int(self.rng.integers(0, n + 3))
+        return [t if i != wrong else (t + 1) % self.fast.engine.vocab for i, t in enumerate(out[1:])], min(wrong, n)
+
+    def start(self) -> int:
+        """The plain session's choice: asking the other one for its own would let it put things right before the step."""
+        return self.plain.next() if self.rng.random() < 0.8 else self.tokens(1)[0]
+
+    def prompt(self) -> None:
+        self.fast.eval(self.tokens(int(self.rng.integers(1, 60))))
+
+    def own_head(self) -> None:
+        self.fast.set_mtp(int(self.rng.integers(0, 6)), float(self.rng.choice([0, 3])))
+        self.fast.step(self.start(), int(self.rng.integers(1, 8)))
+
+    def verify(self) -> None:
+        token, most = self.start(), int(self.rng.integers(1, 20))
+        drafts, right = self.drafts(token, int(self.rng.integers(0, 17)))
+        self.fast.set_mtp(0, 0)
+        done = self.fast.verify(token, drafts, most)
+        assert len(done) == min(1 + right, most)
+        if self.rng.random() < 0.4:
+            self.fast.keep(int(self.rng.integers(1, len(done) + 1)))
+
+    def draft(self) -> None:
+        self.fast.draft(self.start(), int(self.rng.integers(0, 9)))
+
+    def batch(self) -> None:
+        """In one pass with another session, which decodes, or reads a piece of a prompt."""
+        token, other = self.start(), self.tokens(int(self.rng.integers(1, 30)))
+        drafts, right = self.drafts(token, 5)
+        self.fast.set_mtp(5, 0)
+        self.fast.script([*self.fast.tokens, token, *drafts])
+        asked = [(self.companion, other if len(other) > 9 else other[:1], 0 if len(other) > 9 else 4), (self.fast, [token], 9)]
+        before = self.fast.position
+        for got in batch_step(self.fast.engine, asked if self.rng.random() < 0.5 else asked[::-1]):
+            assert not isinstance(got, Failed)
+        assert 1 <= self.fast.position - before <= 1 + right  # drafts are cut when rows are short
+        lib.hook_script_free(self.fast.p, self.fast.scripts.pop())
+        if self.companion.position > 700:
+            self.companion.rewind(0)
+            self.companion.eval([5, 6, 7])
+
+    def fork(self) -> None:
+        fork = self.fast.fork()
+        fork.gen = self.fast.gen
+        self.fast.close()
+        self.fast = fork
+
+    def move(self) -> None:
+        """To another engine: other chunks, threads and kernels."""
+        kept, gen = self.fast.save(), self.options
+        self.fast.close()
+        self.companion.close()
+        engine = self.engines[int(self.rng.integers(len(self.engines)))]
+        self.fast, self.companion = engine.session(), engine.session()
+        self.fast.load(kept)
+        for s in (self.fast, self.companion):
+            s.set_stops([], True)
+        self.fast.set_gen(**gen)
+        self.companion.eval([5, 6, 7])
+
+    def rewind(self) -> None:
+        floor = lib.ds4_session_rewind_floor(self.fast.p)
+        to = int(self.rng.integers(floor, self.fast.position + 1)) if self.rng.random() < 0.95 else 0
+        for s in (self.fast, self.plain):
+            s.rewind(to)
+
+    options: dict[str, object] = {}
+
+    def sampler(self) -> None:
+        """Another way to choose tokens, for both."""
+        rng = self.rng
+        self.options = {"temperature": 0.0, "seed": int(rng.integers(1 << 40))}
+        if rng.random() < 0.7:
+            self.options |= {
+                "temperature": float(rng.choice([0.1, 0.8, 2])),
+                "top_k": int(rng.choice([0, 5])),
+                "top_p": float(rng.choice([1, 0.8])),
+            }
+        if rng.random() < 0.5:
+            self.options |= {"frequency_penalty": 0.3, "penalty_from": int(rng.integers(0, 100)), "bias": {3: 1.5, 8: -np.inf}}
+        for s in (self.fast, self.plain):
+            s.set_gen(**self.options)
+
+    def follow(self) -> None:
+        """Bring the plain session to the other's position, one token at a time."""
+        tokens = self.fast.tokens
+        assert self.plain.tokens == tokens[: self.plain.position]
+        for token in tokens[self.plain.position :]:
+            self.plain.step(token, 1)
+
+    def compare(self, what: str) -> None:
+        fast, plain = self.fast, self.plain
+        at = f"{what} at {fast.position}"
+        assert fast.save() == plain.save(), at
+        floor = lib.ds4_session_rewind_floor(fast.p)
+        assert floor == lib.ds4_session_rewind_floor(plain.p), at
+        if not fast.position:
+            return
+        assert np.array_equal(bits(fast.logits()), bits(plain.logits())), at
+        assert fast.next() == plain.next(), at
+        rows = max(floor, fast.position - 25), fast.position - 1
+        if self.rng.random() < 0.3 and rows[0] < rows[1]:
+            assert np.array_equal(bits(fast.head_logits(*rows)), bits(plain.head_logits(*rows))), at
+
+    def run(self, n: int) -> None:
+        actions = [
+            self.prompt,
+            self.own_head,
+            self.verify,
+            self.draft,
+            self.batch,
+            self.fork,
+            self.move,
+            self.rewind,
+            self.sampler,
+        ]
+        likely = np.array([1, 4, 6, 1, 5, 1, 1, 2, 1.0])
+        for _ in range(n):
+            if self.fast.position > 850:
+                self.fast.rewind(0)
+                self.plain.rewind(0)
+            action = actions[int(self.rng.choice(len(actions), p=likely / likely.sum()))] if self.fast.position else self.prompt
+            action()
+            self.follow()
+            if self.rng.random() < 0.7:
+                self.compare(action.__name__)
+
+
+@pytest.mark.parametrize("seed", range(40 if os.environ.get("DS4_DEEP") else 2))
+@pytest.mark.parametrize("name", FIXTURES)
+def test_anything_in_any_order(data: Path, name: str, seed: int) -> None:
+    """Prompts, the head's drafts, right and wrong ones, what is kept of a step, batches, forks, snapshots into other engines,
+    rewinds and samplers: after each the state, logits, next token and head rows are those of plain decoding."""
+    files = data / name / "target.gguf", data / name / "head-ds4.gguf"
+    same_rewind: dict[str, int] = {"max_rewind": 30, "ctx": 1024}
+    with (
+        Engine(*files, prefill_chunk=17, **same_rewind) as first,
+        Engine(*files, prefill_chunk=64, threads=1, isa="scalar", **same_rewind) as second,
+    ):
+        Pair([first, second], seed).run(150)
