@@ -249,8 +249,8 @@ def test_chat(data: Path) -> None:
         assert answer.tokens == engine.generate(plain, max_tokens=5).tokens
         for bad, why in (
             ([{"role": "cat", "content": "x"}], "role"),
-            ([{"role": "user"}], "expected 'role' and 'content'"),
-            ([{"role": "user", "content": "x", "name": "y"}], "expected 'role'"),
+            ([{"role": "user"}], "expected a mapping with 'role' and 'content'"),
+            ([{"role": "user", "content": "x", "name": "y"}], "expected a mapping with 'role'"),
             ([{"role": "user", "content": "a\0b"}], "NUL"),
         ):
             with pytest.raises(ds4.InvalidArgument, match=why):
@@ -302,7 +302,57 @@ FAILURES: list[tuple[type[BaseException], str, Callable[[Engine], object]]] = [
     (TypeError, "sequence of integers, not float64", lambda e: Session(e).eval([1.5])),
     (TypeError, r"of shape \(1, 2\)", lambda e: Session(e).eval(np.zeros((1, 2), np.int32))),
     (OverflowError, "int", lambda e: Engine(PAIR[0], threads=2**40)),
+    (TypeError, "not bytes", lambda e: Session(e).eval(b"a")),
+    (TypeError, "not bytes", lambda e: e.generate(b"a")),
+    (TypeError, "temperature is 'a'; expected a number", lambda e: e.generate("a", temperature="a")),
+    (TypeError, "seed is 1.5; expected a number", lambda e: Session(e).set_sampling(seed=1.5)),
+    (ds4.InvalidArgument, "mask is 5; expected a function", lambda e: e.generate("a", mask=5)),
+    (ds4.InvalidArgument, "model holds a NUL", lambda e: Engine(f"{PAIR[0]}\0x")),
+    (ds4.InvalidArgument, "mtp holds a NUL", lambda e: Engine(PAIR[0], f"{PAIR[1]}\0x")),
+    (ds4.InvalidArgument, "isa holds a NUL", lambda e: Engine(PAIR[0], isa="auto\0x")),
+    (ds4.InvalidArgument, "path holds a NUL", lambda e: Session(e).save("a\0x")),
+    (ds4.InvalidArgument, "path holds a NUL", lambda e: Session(e).load("a\0x")),
+    (ds4.InvalidArgument, "key holds a NUL", lambda e: e.meta("general.name\0x")),
+    (ds4.InvalidArgument, "text holds a NUL", lambda e: e.token_id("<think>\0x")),
+    (ds4.InvalidArgument, r"text: '\\ud800' at 1 is no character", lambda e: e.generate("a\ud800")),
+    (ds4.InvalidArgument, "message 0: expected a mapping .*, not 'h'", lambda e: e.chat("hello")),
+    (ds4.InvalidArgument, "message 0: expected a mapping", lambda e: e.chat({"role": "user", "content": "a"})),
+    (ds4.InvalidArgument, "message 0: .*'reasoning': 5", lambda e: e.chat([{"role": "user", "content": "a", "reasoning": 5}])),
 ]
+
+WRONG_OPTIONS: list[dict[str, object]] = [
+    {"temperature": -1},
+    {"temperature": "1"},
+    {"top_p": float("nan")},
+    {"seed": 1.5},
+    {"stop": [99999]},
+    {"speculative_depth": 17},
+    {"margin": -1},
+    {"max_tokens": 1.5},
+    {"logit_bias": {5: "x"}},
+    {"logit_bias": {99999: 1.0}},
+    {"scheme": "x"},
+    {"draft_core": "x"},
+    {"mask": 5},
+]
+
+
+@pytest.mark.parametrize("options", WRONG_OPTIONS)
+def test_wrong_options_evaluate_nothing(engine: Engine, options: dict[str, object]) -> None:
+    """They are refused when the stream is made, and the session goes on as if they had not been tried."""
+    kinds = (ds4.InvalidArgument, TypeError)
+    with pytest.raises(kinds):
+        engine.stream(TEXT, **options)
+    with Session(engine) as session:
+        for prompt in (TEXT, "", [5]):
+            with pytest.raises(kinds):
+                session.stream(prompt, **options)
+        with pytest.raises(kinds):
+            session.generate(TEXT, **options)
+        with pytest.raises(kinds):
+            asyncio.run(session.agenerate(TEXT, **options))
+        assert session.position == 0
+        assert session.generate(TEXT, max_tokens=5) == engine.generate(TEXT, max_tokens=5)
 
 
 @pytest.mark.parametrize("case", range(len(FAILURES)))
@@ -668,7 +718,7 @@ def test_callbacks_must_not_call(prompt: list[int]) -> None:
         del other
         with pytest.raises(ds4.Cancelled):
             session.eval(prompt)
-        assert len(tried) == 4 and all("callback must not" in t for t in tried)
+        assert len(tried) == 4 and all(re.match(r"a callback \(.*\) must not", t) for t in tried)
         assert session.position == 16 and session.cancelled
         session.clear_cancel()
         session.eval([1])

@@ -67,12 +67,17 @@ def test_logprobs(values: list[float], n: int) -> None:
     "options",
     [
         {"max_tokens": -1},
+        {"max_tokens": 1.5},
+        {"max_tokens": True},
         {"logprobs": -1},
+        {"logprobs": 1.5},
         {"stop": ""},
         {"stop": ["a", ""]},
         {"stop": [1.5]},
         {"stop": [None]},
         {"stop": True},
+        {"stop": None},
+        {"stop": b"a"},
     ],
 )
 def test_options_are_checked(options: dict[str, object]) -> None:

@@ -146,7 +146,7 @@ def ds4_py_mask(ctx: Any, tokens: Any, n: int, allowed: Any) -> int:
 def _run(call: _Call, function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`. Raises what its callbacks raised."""
     if _running.call is not None:
-        raise errors.InvalidArgument("a log or progress callback must not call ds4")
+        raise errors.InvalidArgument("a callback (log, progress, mask) must not call ds4")
     try:
         _running.call = call
         result = function(*args)
@@ -236,7 +236,7 @@ class EngineHandle:
     def close(self) -> None:
         """End the sessions' running calls after the pass in work, then free all. A second time does nothing."""
         if _inside(self):
-            raise errors.InvalidArgument("a log or progress callback must not close its engine")
+            raise errors.InvalidArgument("a callback (log, progress, mask) must not close its engine")
         if self.pointer is None or self.forks != _forks:
             return
         with self.lock:
@@ -286,7 +286,7 @@ class SessionHandle:
         """End a call that runs in another thread after the pass in work, then free. A second time does nothing."""
         engine = self.engine
         if _inside(engine):
-            raise errors.InvalidArgument("a log or progress callback must not close a session of its engine")
+            raise errors.InvalidArgument("a callback (log, progress, mask) must not close a session of its engine")
         if self.pointer is None or engine.forks != _forks:
             return
         with engine.lock:

@@ -134,7 +134,11 @@ def _from_c(cls: type[_T], struct: Any, **change: Any) -> _T:
 
 
 def _ids(tokens: Tokens | Iterable[int]) -> npt.NDArray[np.int32]:
-    """int32 [n], contiguous. Raises TypeError for what holds no integers."""
+    """int32 [n], contiguous. Raises TypeError for what holds no integers, and for bytes, which are a text's."""
+    if isinstance(tokens, (bytes, bytearray, memoryview)):
+        raise TypeError(
+            f"token ids: expected a sequence of integers, not {type(tokens).__name__} (a text's ids: Engine.prompt)"
+        )
     ids = np.asarray(tokens if isinstance(tokens, (np.ndarray, list, tuple)) else list(tokens))
     if ids.size == 0:
         return np.empty(0, np.int32)
@@ -143,6 +147,28 @@ def _ids(tokens: Tokens | Iterable[int]) -> npt.NDArray[np.int32]:
     if ids.min() < -(2**31) or ids.max() >= 2**31:
         raise errors.InvalidArgument(f"token ids from {ids.min()} to {ids.max()} are outside any vocabulary")
     return np.ascontiguousarray(ids, np.int32)
+
+
+def utf8(text: str | bytes, what: str) -> bytes:
+    """The bytes of a text. Raises InvalidArgument for half of a surrogate pair, which has none."""
+    if not isinstance(text, str):
+        return bytes(memoryview(text))
+    try:
+        return text.encode()
+    except UnicodeEncodeError as e:
+        raise errors.InvalidArgument(f"{what}: {e.object[e.start]!r} at {e.start} is no character") from None
+
+
+def c_text(text: str | bytes, what: str) -> bytes:
+    """The same of a text that ends at a NUL in C, and so must hold none."""
+    data = utf8(text, what)
+    if b"\0" in data:
+        raise errors.InvalidArgument(f"{what} holds a NUL character")
+    return data
+
+
+def _c_path(path: Path, what: str) -> bytes:
+    return c_text(os.fsencode(path), what)
 
 
 def _int_array(ids: npt.NDArray[np.int32]) -> Any:
@@ -211,7 +237,8 @@ class Engine:
         if kv_type not in _KV_TYPES:
             raise errors.InvalidArgument(f"kv_type is {kv_type!r}; expected one of {', '.join(map(repr, _KV_TYPES))}")
         cfg = ffi.new("ds4_cfg *", lib.ds4_default_cfg())
-        texts = [ffi.new("char[]", os.fsencode(t)) for t in (model, mtp or "", isa)]
+        paths = _c_path(model, "model"), _c_path(mtp or "", "mtp"), c_text(isa, "isa")
+        texts = [ffi.new("char[]", t) for t in paths]
         cfg.model_path, cfg.isa = texts[0], texts[2]
         if mtp:
             cfg.mtp_path = texts[1]
@@ -267,7 +294,7 @@ class Engine:
     def meta(self, key: str) -> str | None:
         """The value of a metadata key of the target's file as text (arrays of numbers with spaces), None if it has none."""
         room = ffi.new("char[]", 1 << 20)
-        if self._handle.call(lib.ds4_engine_meta, key.encode(), room, len(room)):
+        if self._handle.call(lib.ds4_engine_meta, c_text(key, "key"), room, len(room)):
             return None
         return text_of(room)
 
@@ -287,12 +314,12 @@ class Engine:
 
         Bytes need not be UTF-8: `detokenize_bytes` gives them back.
         """
-        data = text.encode() if isinstance(text, str) else bytes(text)
+        data = utf8(text, "text")
         return self._list(lib.ds4_tokenize, data, len(data), control, guess=len(data) + 1)
 
     def prompt(self, text: str | bytes, *, control: bool = False) -> list[int]:
         """The same with one BOS before it (none if the vocabulary has none, or the text is parsed and begins with one)."""
-        data = text.encode() if isinstance(text, str) else bytes(text)
+        data = utf8(text, "text")
         return self._list(lib.ds4_prompt, data, len(data), control, guess=len(data) + 2)
 
     def chat_template(self, messages: Iterable[Message], *, thinking: Thinking = "off") -> list[int]:
@@ -311,17 +338,16 @@ class Engine:
         def text(value: str | None) -> Any:
             if value is None:
                 return ffi.NULL
-            if "\0" in value:
-                raise errors.InvalidArgument("a chat message holds a NUL character")
-            keep.append(ffi.new("char[]", value.encode()))
+            keep.append(ffi.new("char[]", c_text(value, "a chat message")))
             return keep[-1]
 
         room = ffi.new("ds4_message[]", len(turns) + 1)
         for i, turn in enumerate(turns):
-            unknown = set(turn) - {"role", "content", "reasoning"}
-            if unknown or not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str):
+            texts = turn if isinstance(turn, Mapping) else {}
+            wrong = set(texts) - {"role", "content", "reasoning"} or not isinstance(texts.get("reasoning", ""), str | None)
+            if wrong or not isinstance(texts.get("role"), str) or not isinstance(texts.get("content"), str):
                 raise errors.InvalidArgument(
-                    f"message {i}: expected 'role' and 'content' (and 'reasoning'), each a text, not {dict(turn)!r}"
+                    f"message {i}: expected a mapping with 'role' and 'content' (and 'reasoning'), each a text, not {turn!r}"
                 )
             room[i].role, room[i].content = text(turn["role"]), text(turn["content"])
             room[i].reasoning = text(turn.get("reasoning"))
@@ -349,7 +375,7 @@ class Engine:
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that the file writes so (control tokens are their own text), None if there is none."""
-        token = int(self._handle.call(lib.ds4_token_id, text.encode()))
+        token = int(self._handle.call(lib.ds4_token_id, c_text(text, "text")))
         return None if token < 0 else token
 
     def is_eos(self, token: int) -> bool:
@@ -371,8 +397,8 @@ class Engine:
     def stream(self, prompt: str | Tokens, **options: Unpack[Options]) -> Iterator[Piece]:
         """The same, piece by piece. Closing the iterator frees all it used; options are checked at once."""
         ids = prompt_ids(self, prompt)
-        request = generation.request_of(options, self._settings)
-        return _alone(self, ids, request)
+        session = Session(self)
+        return _alone(session, ids, session._request(options))
 
     def chat(self, messages: Iterable[Message], *, thinking: Thinking = "off", **options: Unpack[Options]) -> Completion:
         """The assistant's answer to `chat_template(messages)`. What it thought is in the answer's `reasoning`."""
@@ -386,10 +412,9 @@ class Engine:
     async def astream(self, prompt: str | Tokens, **options: Unpack[Options]) -> AsyncIterator[Piece]:
         """`stream` for asyncio."""
         ids = prompt_ids(self, prompt)
-        request = generation.request_of(options, self._settings)
         session = Session(self)
         try:
-            async for piece in session._astream(ids, request):
+            async for piece in session._astream(ids, session._request(options)):
                 yield piece
         finally:
             session.close()  # which waits for a pass in work, should the event loop end without
@@ -406,12 +431,17 @@ def _fill_gen(target: Any, gen: Gen, vocab: int) -> tuple[Any, MaskCall | None]:
         raise errors.InvalidArgument(f"seed is {gen.seed}; expected 0 to 2**64 - 1")
     if gen.scheme not in _SCHEMES:
         raise errors.InvalidArgument(f"scheme is {gen.scheme!r}; expected one of {', '.join(map(repr, _SCHEMES))}")
+    if gen.mask is not None and not callable(gen.mask):
+        raise errors.InvalidArgument(f"mask is {gen.mask!r}; expected a function or None")
     for name in ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"):
-        setattr(target, name, getattr(gen, name))
+        try:
+            setattr(target, name, getattr(gen, name))
+        except TypeError:
+            raise TypeError(f"{name} is {getattr(gen, name)!r}; expected a number") from None
     target.penalty_from, target.scheme = gen.penalty_from or 0, _SCHEMES[gen.scheme]
     bias = ffi.new("ds4_bias[]", list(gen.logit_bias))
     target.bias, target.n_bias = bias, len(bias)
-    mask = MaskCall(gen.mask, vocab) if gen.mask else None
+    mask = MaskCall(gen.mask, vocab) if gen.mask is not None else None
     if mask:
         target.mask, target.mask_ctx = lib.ds4_py_mask, mask.handle
     return bias, mask
@@ -422,9 +452,8 @@ def prompt_ids(engine: Engine, prompt: str | Tokens) -> npt.NDArray[np.int32]:
     return _ids(engine.prompt(prompt) if isinstance(prompt, str) else prompt)
 
 
-def _alone(engine: Engine, ids: npt.NDArray[np.int32], request: generation.Request) -> Iterator[Piece]:
-    """A stream in a session of its own."""
-    session = Session(engine)
+def _alone(session: Session, ids: npt.NDArray[np.int32], request: generation.Request) -> Iterator[Piece]:
+    """A stream in a session of its own. One that is never begun leaves it to the finaliser."""
     try:
         session.eval(ids)
         yield from generation.pieces(session, request)
@@ -756,7 +785,7 @@ class Session:
     def stream(self, prompt: str | Tokens = (), **options: Unpack[Options]) -> Iterator[Piece]:
         """The same, piece by piece. The session holds what was yielded (and what is held back, as it may become a stop text)."""
         ids = self._ids_after(prompt)
-        return self._stream(ids, generation.request_of(options, self._settings))
+        return self._stream(ids, self._request(options))
 
     async def agenerate(self, prompt: str | Tokens = (), **options: Unpack[Options]) -> Completion:
         """`generate` for asyncio: passes run in a worker thread. Cancelling the task ends it after the pass in work."""
@@ -765,8 +794,14 @@ class Session:
     async def astream(self, prompt: str | Tokens = (), **options: Unpack[Options]) -> AsyncIterator[Piece]:
         """`stream` for asyncio."""
         ids = self._ids_after(prompt)
-        async for piece in self._astream(ids, generation.request_of(options, self._settings)):
+        async for piece in self._astream(ids, self._request(options)):
             yield piece
+
+    def _request(self, options: Options) -> generation.Request:
+        """The options, checked by Python and by C, with nothing evaluated yet."""
+        request = generation.request_of(options, self._settings)
+        self._use(request.settings)
+        return request
 
     def _ids_after(self, prompt: str | Tokens) -> npt.NDArray[np.int32]:
         if not isinstance(prompt, str):
@@ -824,8 +859,8 @@ class Session:
 
     def save(self, path: Path) -> None:
         """`snapshot` into a file: written beside it, then renamed over it. Raises SnapshotError."""
-        check(self._handle.call(lib.ds4_session_save, os.fsencode(path)))
+        check(self._handle.call(lib.ds4_session_save, _c_path(path, "path")))
 
     def load(self, path: Path) -> None:
         """`restore` from a file."""
-        check(self._handle.call(lib.ds4_session_load, os.fsencode(path)))
+        check(self._handle.call(lib.ds4_session_load, _c_path(path, "path")))

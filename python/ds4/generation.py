@@ -6,7 +6,7 @@ The loop is `pieces`; everything public on `Engine` and `Session` that generates
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
@@ -52,7 +52,8 @@ class Options(TypedDict, total=False):
     """Token id -> addend to its logit; -inf bans it."""
     mask: Mask | None
     """Which tokens may follow: a function from the text's ids, int32 [n], to bool [V], or to None for all. It is called for each
-    row that a token is chosen from, drafts too, and must depend on the text alone. What it raises ends the generation."""
+    row that a token is chosen from, drafts too, and must depend on the text alone. It must not call ds4: what it needs of the
+    vocabulary it takes before. What it raises ends the generation."""
     scheme: str
     """How sampled text is verified: "coupled" (a seed's text is the same with and without drafts) or "rejection"."""
     draft_core: str
@@ -196,6 +197,12 @@ class Request:
     logprobs: int = 0
 
 
+def _count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+        raise errors.InvalidArgument(f"{name} is {value!r}; expected an integer, 0 or more")
+    return int(value)
+
+
 def request_of(options: Options, base: Settings) -> Request:
     """Checks what C does not see."""
     known = set(Options.__annotations__)
@@ -203,15 +210,12 @@ def request_of(options: Options, base: Settings) -> Request:
         if name not in known:
             raise TypeError(f"there is no option {name!r}; there are {', '.join(sorted(known))}")
     stop = options.get("stop", ())
-    stops = [stop] if isinstance(stop, (str, int)) else list(stop)
+    stops: list[object] = [stop] if isinstance(stop, (str, bytes, int)) or not isinstance(stop, Iterable) else list(stop)
     for s in stops:
         if isinstance(s, bool) or not isinstance(s, (str, int, np.integer)) or s == "":
             raise errors.InvalidArgument(f"stop holds {s!r}; expected texts that are not empty, and token ids")
-    max_tokens, logprobs = options.get("max_tokens", 256), options.get("logprobs", 0)
-    if max_tokens < 0:
-        raise errors.InvalidArgument(f"max_tokens is {max_tokens}; expected 0 or more")
-    if logprobs < 0:
-        raise errors.InvalidArgument(f"logprobs is {logprobs}; expected 0 or more")
+    max_tokens = _count("max_tokens", options.get("max_tokens", 256))
+    logprobs = _count("logprobs", options.get("logprobs", 0))
     given = {f.name: options[f.name] for f in fields(Gen) if f.name in options}  # type: ignore[literal-required]
     gen = replace(base.gen, **given)
     gen = replace(gen, logit_bias=tuple(sorted(dict(gen.logit_bias).items())))
@@ -222,7 +226,7 @@ def request_of(options: Options, base: Settings) -> Request:
         margin=options.get("margin", base.margin),
         gen=gen,
         draft_core=core.name,
-        stop_tokens=base.stop_tokens + tuple(int(s) for s in stops if not isinstance(s, str)),
+        stop_tokens=base.stop_tokens + tuple(int(s) for s in stops if isinstance(s, (int, np.integer))),
         ignore_eos=options.get("ignore_eos", base.ignore_eos),
     )
     return Request(settings, max_tokens, tuple(s for s in stops if isinstance(s, str)), logprobs)
