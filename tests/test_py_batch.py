@@ -93,7 +93,7 @@ def test_leave_and_sessions(engine: Engine) -> None:
 
 
 def test_failures_stay_apart(engine: Engine) -> None:
-    """A mask that raises, a cancel, a closed session: each ends with its own error, the text before it kept."""
+    """A mask that raises, a session that is cancelled, closed or moved: each ends with its own error, the text before it kept."""
 
     class Boom(Exception):
         pass
@@ -103,26 +103,45 @@ def test_failures_stay_apart(engine: Engine) -> None:
             raise Boom
 
     good = engine.generate("In the beginning", max_tokens=25)
-    with Session(engine) as cancelled, Session(engine) as closed, Batch(engine) as batch:
+    with Session(engine) as cancelled, Session(engine) as closed, Session(engine) as moved, Batch(engine) as batch:
         texts = [
             batch.add("In the beginning", max_tokens=25),
             batch.add("In the beginning", max_tokens=25, mask=mask),
             batch.add("In the beginning", max_tokens=25, session=cancelled),
             batch.add("In the beginning", max_tokens=25, session=closed),
             batch.add("In the beginning", max_tokens=25, mask=lambda tokens: np.ones(7)),
+            batch.add("In the beginning", max_tokens=25, session=moved),
         ]
         batch.step()
         batch.step()
         cancelled.cancel()
+        moved.rewind(moved.position - 1)
         closed.close()
         last = {}
         while batch:
             last |= {t.number: p for t, p in batch.step()}
-        assert [type(t.error) for t in texts] == [type(None), Boom, ds4.Cancelled, ds4.Closed, TypeError]
+        assert [type(t.error) for t in texts] == [type(None), Boom, ds4.Cancelled, ds4.Closed, TypeError, ds4.InvalidArgument]
         assert texts[0].result() == good and last[1].finish_reason == "error"
         assert cancelled.tokens[1:] and good.startswith("".join(texts[1]._pieces)) and len(texts[1]._pieces) > 1
         with pytest.raises(Boom):
             texts[1].result()
+
+
+def test_a_moved_prompt(engine: Engine) -> None:
+    """A session that something else moves between two parts of its prompt, or in the middle of a stream, is not gone on with."""
+    with Session(engine) as session, Batch(engine) as batch:
+        text = batch.add([5] * (engine.info.prefill_chunk + 5), session=session)
+        batch.step()
+        session.eval([5])
+        ((_, piece),) = batch.step()
+        assert piece.finish_reason == "error" and len(batch) == 0
+        with pytest.raises(ds4.InvalidArgument, match="something else moved it"):
+            text.result()
+        stream = session.stream(max_tokens=20)
+        next(stream)
+        session.rewind(session.position - 1)
+        with pytest.raises(ds4.InvalidArgument, match="something else moved it"):
+            next(stream)
 
 
 def test_refused(engine: Engine) -> None:

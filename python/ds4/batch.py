@@ -39,6 +39,7 @@ class BatchText:
         self.number, self.session = number, session
         self.error: Exception | None = None
         self._owns, self._prompt, self._request = owns, prompt, request
+        self._start = session.position
         self._fed = 0  # tokens of the prompt that were evaluated
         self._text: Generation | None = None
         self._pieces: list[Piece] = []
@@ -63,6 +64,21 @@ class BatchText:
     def _begin(self) -> None:
         """The prompt is evaluated: choose the first token."""
         self._text = Generation(self.session, self._request)
+
+    def _check(self) -> None:
+        """Fail if the session cannot go on where this text is."""
+        if self._text is not None and self._text.finish is not None:
+            return
+        try:
+            if self.session.closed:
+                raise errors.Closed("the session is closed")
+            position = self.session.position
+            if self._text is not None:
+                self._text.check_position()
+            elif position != self._start + self._fed:
+                raise errors.InvalidArgument(generation.moved(position, self._start + self._fed))
+        except errors.Error as e:
+            self._fail(e)
 
     def _fill(self, item: Any) -> Any:
         """Its part of the next pass. Returns the memory that the item refers to."""
@@ -165,12 +181,12 @@ class Batch:
         """One pass: prompts go on, each text grows by a token and the drafts that are accepted. Returns what is new.
 
         The last piece of a text has a `finish_reason`; the text has then left the batch. A text that fails (its mask raised, its
-        logits are not finite, its session was cancelled or closed) ends with "error" and does not disturb the others. Raises what
-        a log callback raised, KeyboardInterrupt too, after the pass; what is new then comes with the next step.
+        logits are not finite, its session was cancelled, closed or moved by something else) ends with "error" and does not disturb
+        the others. Raises what a log callback raised, KeyboardInterrupt too, after the pass; what is new then comes with the next
+        step.
         """
         for text in self._texts:
-            if text.session.closed:
-                text._fail(errors.Closed("the session is closed"))
+            text._check()
         going = [t for t in self._texts if t.error is None and (t._text is None or t._text.finish is None)]
         items = ffi.new("ds4_batch_item[]", len(going))
         keep = [text._fill(items[i]) for i, text in enumerate(going)]

@@ -293,6 +293,11 @@ def logprobs_of(logits: npt.NDArray[np.float32], token: int, n: int) -> TokenLog
 # ---- the loop ----
 
 
+def moved(position: int, expected: int) -> str:
+    """The message of a session that something else moved."""
+    return f"the session is at {position}, its text that is being generated at {expected}: something else moved it"
+
+
 class Generation:
     """A text that is being generated after what a session holds: what to evaluate next, and what comes of it.
 
@@ -310,13 +315,15 @@ class Generation:
         self.finish: FinishReason | None = None
         self.error: Exception | None = None
         self.token = -1
+        self.at = session.position
         self.before: npt.NDArray[np.float32] | None = None
         self._choose()
 
     def _choose(self) -> None:
         """The token that follows, not evaluated yet, or why none does."""
         session, settings = self.session, self.settings
-        if self.left <= 0 or session.position >= session.ctx:
+        self.at = session.position
+        if self.left <= 0 or self.at >= session.ctx:
             self.finish = "length"
             return
         try:
@@ -327,6 +334,11 @@ class Generation:
             return
         if self.token in settings.stop_tokens or (session.engine.is_eos(self.token) and not settings.ignore_eos):
             self.finish = "eos"
+
+    def check_position(self) -> None:
+        """Raises InvalidArgument if the session is not where `token` was chosen: it would stand behind another text."""
+        if self.session.position != self.at:
+            raise errors.InvalidArgument(moved(self.session.position, self.at))
 
     def take(self, block: Sequence[int]) -> None:
         """What a step committed."""
@@ -375,6 +387,7 @@ def pieces(session: Session, request: Request) -> Iterator[Piece]:
         if text.finish is not None:
             return
         try:
+            text.check_position()
             text.take(session._step(text.token, text.left, text.settings))
         except Exception as e:
             text.fail(e)
