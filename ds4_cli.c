@@ -264,7 +264,7 @@ typedef struct {
 static const Option options[] = {
     {"--model", "-m", TEXT, AT(cfg.model_path), 0, 0, NULL},
     {"--ctx", "-c", WHOLE, AT(cfg.ctx), 1, MAX_TOKENS, NULL},
-    {"--threads", "-t", WHOLE, AT(cfg.threads), 1, 1024, NULL},
+    {"--threads", "-t", WHOLE, AT(cfg.threads), 1, 256, NULL},
     {"--kv-type", NULL, NAME, AT(kv_type), 0, 0, kv_type_names},
     {"--prefill-chunk", NULL, WHOLE, AT(cfg.prefill_chunk), 1, 4096, NULL},
     {"--max-rewind", NULL, WHOLE, AT(max_rewind), 0, MAX_TOKENS, NULL},
@@ -738,7 +738,9 @@ static void say_notes(const App *app) {
     const Options *opt = &app->opt;
     bool head = opt->cfg.mtp_path || opt->cfg.mtp_internal;
     if (opt->bundled) note("no model given: using the small one that comes with ds4 (-m FILE for another)");
-    if (!head && (opt->draft || opt->margin >= 0)) note("without a head (--mtp FILE or --glm-mtp) nothing is drafted");
+    bool about_drafts =
+        opt->draft || opt->margin >= 0 || opt->scheme || opt->cfg.mtp_shortlist != ds4_default_cfg().mtp_shortlist;
+    if (!head && about_drafts) note("without a head (--mtp FILE or --glm-mtp) nothing is drafted");
     if (app->info.base_model) {
         if (opt->think != DS4_THINK_OFF) note("the model has no chat template: it does not know how to think");
         return;
@@ -1108,8 +1110,10 @@ static void print_stats(const App *app, const Answer *answer, FILE *f) {
     fprintf(f, "generated  %8d tokens %10.1f ms %10.1f tokens/s, ended by %s\n", answer->tokens, answer->ms,
             rate(answer->tokens, answer->ms), answer->finish);
     if (!app->info.has_head) return;
-    fprintf(f, "steps      %8lld, %.2f tokens each; margin %g held back %lld matches\n", (long long)s.cycles,
-            s.cycles ? (double)s.emitted / (double)s.cycles : 0, (double)app->opt.cfg.mtp_margin, (long long)s.below_margin);
+    fprintf(f, "steps      %8lld, %.2f tokens each", (long long)s.cycles, s.cycles ? (double)s.emitted / (double)s.cycles : 0);
+    if (app->opt.cfg.gen.temperature == 0)     /* else the margin says nothing */
+        fprintf(f, "; margin %g held back %lld matches", (double)app->opt.cfg.mtp_margin, (long long)s.below_margin);
+    fputc('\n', f);
     for (int i = 0; i < depth_used(app); i++)
         fprintf(f, "draft %-2d   %8lld drafted %9lld accepted %7.1f%%\n", i + 1, (long long)s.drafted[i],
                 (long long)s.accepted[i], s.drafted[i] ? 100 * (double)s.accepted[i] / (double)s.drafted[i] : 0);
@@ -1152,8 +1156,8 @@ static void json_setup(const App *app, FILE *f) {
     json_string(f, info->isa);
     fprintf(f, ",\n  \"threads\": %d,\n  \"ctx\": %d,\n  \"kv_type\": \"%s\",\n  \"prefill_chunk\": %d,\n", info->threads,
             info->ctx, kv_type_names[info->kv_type], info->prefill_chunk);
-    fprintf(f, "  \"max_rewind\": %d,\n  \"mtp_draft\": %d,\n  \"mtp_margin\": %g,\n  \"mtp_shortlist\": %d,\n", info->max_rewind,
-            depth_used(app), (double)cfg->mtp_margin, cfg->mtp_shortlist);
+    fprintf(f, "  \"max_rewind\": %d,\n  \"mtp_draft\": %d,\n  \"mtp_margin\": %g,\n  \"mtp_shortlist\": %d,\n",
+            info->max_rewind, depth_used(app), (double)cfg->mtp_margin, cfg->mtp_shortlist);
     fprintf(f, "  \"temperature\": %g,\n  \"top_k\": %d,\n  \"top_p\": %g,\n  \"min_p\": %g,\n  \"seed\": %llu,\n",
             (double)cfg->gen.temperature, cfg->gen.top_k, (double)cfg->gen.top_p, (double)cfg->gen.min_p,
             (unsigned long long)cfg->gen.seed);
@@ -1504,7 +1508,7 @@ static double bench_generate(const Bench *b, int tokens, int draft, float margin
     ds4_session_reset_stats(s);
     double began = now_ms();
     for (int made = 0; made < tokens;) {
-        int token = ds4_session_argmax(s), got = token < 0 ? -1 : ds4_session_step(s, token, tokens - made, out);
+        int token = ds4_session_next(s), got = token < 0 ? -1 : ds4_session_step(s, token, tokens - made, out);
         bench_check(b, got < 0);
         made += got;
     }

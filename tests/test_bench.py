@@ -119,6 +119,17 @@ def test_without_a_head(ds4: Path, small: list[str], tmp_path: Path) -> None:
     assert "draft" not in done.stdout
 
 
+def test_sampled(ds4: Path, small: list[str], tmp_path: Path) -> None:
+    """With a temperature what is measured is that text: the counts are those of generating it."""
+    text = ["-p", "And the LORD said", "--temp", 1.5, "--seed", 7, "-n", 24, "--ignore-eos", "--mtp-draft", 2]
+    run(ds4, *small, *text, "--bench", "--bench-ctx", 0, "--bench-runs", 1, "--json", tmp_path / "b.json")
+    run(ds4, *small, *text, "--stats-json", tmp_path / "s.json")
+    stats = json.loads((tmp_path / "s.json").read_text())
+    sweep = json.loads((tmp_path / "b.json").read_text())["sweep"]
+    (cell,) = (c for c in sweep if c["draft"] == "2" and c["margin"] == 0)
+    assert (cell["tokens"], cell["passes"]) == (stats["emitted"], stats["cycles"]) and cell["accepted"] == sum(stats["accepted"])
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -138,6 +138,7 @@ def plain(cli: Cli) -> bytes:
         (["--mtp-margin", "nan"], ["--mtp-margin", "nan", "0 to 1000"]),
         (["--mtp-margin="], ["--mtp-margin", '""', "0 to 1000"]),
         (["--temp", "inf"], ["--temp", "inf"]),
+        (["--threads", "257"], ["--threads", "257", "1 to 256"]),
         (["--temp", "-0.1"], ["--temp", "-0.1"]),
         (["--top-p", "1.1"], ["--top-p", "0 to 1"]),
         (["--min-p", "0x1"], ["--min-p", "0x1"]),
@@ -151,7 +152,7 @@ def plain(cli: Cli) -> bytes:
         (["--logit-bias", "-5:1"], ["--logit-bias", "-5:1"]),
         (["--seed", "18446744073709551616"], ["--seed"]),
         (["--ctx", "0"], ["--ctx", "1 to"]),
-        (["-t", "0"], ["-t", "1 to 1024"]),
+        (["-t", "0"], ["-t", "1 to 256"]),
         (["--prefill-chunk", "4097"], ["--prefill-chunk", "1 to 4096"]),
         (["--kv-type", "q8"], ["--kv-type", "q8", "f32, f16 or fp8"]),
         (["--isa", "mmx"], ["--isa", "auto"]),
@@ -420,6 +421,8 @@ def test_stats_for_people(cli: Cli, plain: bytes) -> None:
     assert done.stdout == plain
     for word in ["prompt", "generated", "tokens/s", "draft 1", "draft 2", "accepted", "verify", "repair", "ended by length"]:
         assert word in text, word
+    sampled = cli("-p", PROMPT, "-n", 2, "--stats", *cli.speculation(1), "--temp", 0.5).stderr.decode()
+    assert "margin" in text and "margin" not in sampled     # which it says nothing about
 
 
 def test_sampled_text_is_the_same_with_a_head(cli: Cli, tmp_path: Path) -> None:
@@ -467,9 +470,10 @@ def test_the_head_in_the_file(cli: Cli, tmp_path: Path) -> None:
         assert drafted.stdout == alone.stdout and drafted.stderr
 
 
-def test_a_head_asked_for_depth_without_a_file_is_noted(cli: Cli) -> None:
-    assert b"--mtp" in cli("-p", "a", "-n", 1, "--mtp-draft", 2).stderr
-    assert cli("-p", "a", "-n", 1, "--mtp-draft", 2, "-q").stderr == b""
+@pytest.mark.parametrize("option", [("--mtp-draft", 2), ("--mtp-margin", 0), ("--mtp-sampling", "rejection"), ("--mtp-shortlist", 9)])
+def test_options_of_drafts_without_a_head_are_noted(cli: Cli, option: tuple[str, object]) -> None:
+    assert b"--mtp" in cli("-p", "a", "-n", 1, *option).stderr
+    assert cli("-p", "a", "-n", 1, *option, "-q").stderr == b""
 
 
 def test_lengths(cli: Cli, tmp_path: Path) -> None:

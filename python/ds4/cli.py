@@ -81,6 +81,29 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
         return out
 
 
+class FloatRange(click.FloatRange):
+    """Without "nan", which compares as inside every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return number
+
+
+class StopText(click.ParamType):  # type: ignore[type-arg]
+    """A text that is not empty."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The text."""
+        if not value:
+            self.fail("expected some text", param, ctx)
+        return value
+
+
 class Bias(click.ParamType):  # type: ignore[type-arg]
     """A token id and what is added to its logit."""
 
@@ -128,7 +151,7 @@ MODEL = [
     click.option("--glm-mtp", is_flag=True, help="Use the head inside the target's own file, and no other."),
     click.option("--no-mtp", is_flag=True, help="Use no head."),
     click.option("-c", "--ctx", type=click.IntRange(1, MAX_TOKENS), help="Most tokens of a session. [default: the model's, at most 32768]"),
-    click.option("-t", "--threads", type=click.IntRange(1, 1024), help="[default: the processors this process may use]"),
+    click.option("-t", "--threads", type=click.IntRange(1, 256), help="[default: the processors this process may use]"),
     click.option("--kv-type", type=click.Choice(["f32", "f16", "fp8"]), default="f16", show_default=True, help="Rows of the attention caches."),
     click.option("--prefill-chunk", type=click.IntRange(1, 4096), default=256, show_default=True, help="Most tokens of one pass."),
     click.option("--max-rewind", type=click.IntRange(0, MAX_TOKENS), help="Tokens a session can go back. [default: 64, or what it takes]"),
@@ -140,18 +163,18 @@ MODEL = [
 
 DRAFTS = [
     click.option("--mtp-draft", type=Depth(), default="auto", show_default=True, metavar="N|auto", help=f"Tokens drafted a cycle, 0 to {MAX_DEPTH}."),
-    click.option("--mtp-margin", type=click.FloatRange(0, 1000), default=3.0, show_default=True, help="Lead in logits that a draft needs. Trades speed, never the text."),
+    click.option("--mtp-margin", type=FloatRange(0, 1000), default=3.0, show_default=True, help="Lead in logits that a draft needs. Trades speed, never the text."),
     click.option("--draft-core", type=click.Choice(registry.draft_cores()), default="stock", show_default=True, help="Who drafts."),
     click.option("--mtp-sampling", type=click.Choice(["coupled", "rejection"]), default="coupled", show_default=True, help="How drafts are verified with a temperature."),
 ]  # fmt: skip
 
 SAMPLING = [
-    click.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="Temperature; 0: greedy."),
+    click.option("--temp", type=FloatRange(0, 100), default=0.0, show_default=True, help="Temperature; 0: greedy."),
     click.option("--top-k", type=click.IntRange(0, MAX_TOKENS), default=0, help="Keep the N most likely tokens. [default: all]"),
-    click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, help="Keep the most likely tokens until their sum is F. [default: all]"),
-    click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, help="Keep tokens at least F times as likely as the first. [default: all]"),
-    click.option("--presence-penalty", type=click.FloatRange(-100, 100), default=0.0, help="Taken off the logit of each token that the answer holds."),
-    click.option("--frequency-penalty", type=click.FloatRange(-100, 100), default=0.0, help="Taken off it for each time that the answer holds it."),
+    click.option("--top-p", type=FloatRange(0, 1), default=1.0, help="Keep the most likely tokens until their sum is F. [default: all]"),
+    click.option("--min-p", type=FloatRange(0, 1), default=0.0, help="Keep tokens at least F times as likely as the first. [default: all]"),
+    click.option("--presence-penalty", type=FloatRange(-100, 100), default=0.0, help="Taken off the logit of each token that the answer holds."),
+    click.option("--frequency-penalty", type=FloatRange(-100, 100), default=0.0, help="Taken off it for each time that the answer holds it."),
     click.option("--logit-bias", type=Bias(), multiple=True, metavar="ID:F", help="Added to the logit of token ID; -inf forbids it; may be given many times."),
     click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Same seed, same text."),
 ]  # fmt: skip
@@ -176,7 +199,7 @@ PROMPT = [
 
 LENGTH = [
     click.option("-n", "--tokens", type=click.IntRange(-1, MAX_TOKENS), help=f"Most tokens of an answer, -1: what the context holds. [default: -1 with a chat template, else {BASE_MODEL_TOKENS}]"),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before TEXT; may be given many times."),
+    click.option("--stop", type=StopText(), multiple=True, metavar="TEXT", help="End the answer before TEXT; may be given many times."),
     click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token."),
 ]  # fmt: skip
 
@@ -187,7 +210,7 @@ def margin_of(o: dict[str, Any]) -> float:
     if not given:
         return float(o["mtp_margin"])
     try:
-        return float(click.FloatRange(0, 1000).convert(given, None, None))  # type: ignore[arg-type]
+        return float(FloatRange(0, 1000).convert(given, None, None))
     except click.BadParameter as e:
         raise click.UsageError(f"DS4_MTP_MIN_MARGIN: {e.message}") from e
 
@@ -381,13 +404,15 @@ def rate(count: float, ms: float) -> float:
     return 1000 * count / ms if ms > 0 else 0.0
 
 
-def stats_lines(stats: Stats, done: Completion, ms: float, margin: float) -> Iterator[str]:
-    """Speed, and what became of drafts."""
+def stats_lines(stats: Stats, done: Completion, ms: float, config: SamplerConfig) -> Iterator[str]:
+    """Speed, and what became of drafts. The margin says nothing of sampled text."""
+    margin = config.margin if config.temperature == 0 else None
     n = len(done.tokens)
     yield f"prompt     {stats.prompt_tokens:8} tokens {stats.prompt_ms:10.1f} ms {rate(stats.prompt_tokens, stats.prompt_ms):10.1f} tokens/s"
     yield f"generated  {n:8} tokens {ms:10.1f} ms {rate(n, ms):10.1f} tokens/s, ended by {done.finish_reason}"
     each = stats.emitted / stats.cycles if stats.cycles else 0
-    yield f"steps      {stats.cycles:8}, {each:.2f} tokens each; margin {margin:g} held back {stats.below_margin} matches"
+    held = f"; margin {margin:g} held back {stats.below_margin} matches" if margin is not None else ""
+    yield f"steps      {stats.cycles:8}, {each:.2f} tokens each{held}"
     for i, (drafted, accepted) in enumerate(zip(stats.drafted, stats.accepted, strict=True)):
         if drafted:
             yield f"draft {i + 1:<2}   {drafted:8} drafted {accepted:9} accepted {100 * accepted / drafted:7.1f}%"
@@ -499,7 +524,7 @@ def generate(print_ids: bool, stats: bool, stats_json: Path | None, **o: Any) ->
         done = _print_ids(stream) if print_ids else put_stream(stream)
         ms = 1000 * (time.perf_counter() - began)
         if stats:
-            click.echo("\n".join(stats_lines(session.stats, done, ms, config.margin)), err=True)
+            click.echo("\n".join(stats_lines(session.stats, done, ms, config)), err=True)
         if stats_json is not None:
             _write_json(stats_json, _stats_dict(model.engine, session.stats, done, ms))
 
@@ -578,7 +603,7 @@ class Talk:
         answer = split_reasoning(engine, text, self.thinking)
         self.turns = [*turns, {"role": "assistant", "content": answer.text, "reasoning": answer.reasoning}]
         ms = 1000 * (time.perf_counter() - began)
-        self.report = "\n".join(stats_lines(session.stats, answer, ms, self.config.margin))
+        self.report = "\n".join(stats_lines(session.stats, answer, ms, self.config))
 
     def command(self, line: str) -> bool:
         """A line that begins with /. False: leave."""
@@ -758,7 +783,7 @@ BENCH_TEXT = (
 )
 @click.option("--mtp-draft", type=click.IntRange(1, MAX_DEPTH), help="A depth to try besides 1, 2, 3, 4 and 8.")
 @click.option(
-    "--mtp-margin", type=click.FloatRange(0, 1000), default=3.0, show_default=True, help="The margin to try besides 0."
+    "--mtp-margin", type=FloatRange(0, 1000), default=3.0, show_default=True, help="The margin to try besides 0."
 )
 @click.option(
     "--bench-ctx", type=Numbers(), help="The contexts to measure at, ascending. [default: 0,512,2048, those that fit]"
