@@ -544,6 +544,29 @@ def test_a_stop_leaves_the_session_as_plain_decoding_does(cli: Cli, tmp_path: Pa
         assert shown[0] == shown[1] and saved[0].read_bytes() == saved[1].read_bytes()
 
 
+def test_a_stop_text_and_a_limit(cli: Cli, tmp_path: Path) -> None:
+    """A stop text at every offset of a block of 9, with the limit before it, at it and behind it, and the smallest limits: text,
+    reason, counters and the saved session are plain decoding's."""
+    ids = cli.ids("-p", PROMPT, "-n", 12)
+    pieces = [cli("-p", PROMPT, "-n", n).stdout for n in range(13)]
+    for offset in range(1, 11):
+        stop = pieces[offset][len(pieces[offset - 1]) :]
+        end = next(n for n in range(1, 13) if stop in pieces[n])  # its first occurrence is complete with this token
+        for most in sorted({0, 1, 2, end - 1, end, end + 1}):
+            runs = []
+            for speculation in ([], cli.speculation(8, 0)):
+                saved, stats = tmp_path / "s", tmp_path / "j"
+                saved.unlink(missing_ok=True)
+                files = ["--session", saved, "--stats-json", stats]
+                out = cli("-p", PROMPT, "-n", most, b"--stop=" + stop, *files, *speculation).stdout
+                s = json.loads(stats.read_text())
+                assert sum(s["accepted"]) + s["corrections"] + s["bonus"] == s["emitted"] == s["generated_tokens"]
+                runs.append((out, s["finish_reason"], s["generated_tokens"], saved.read_bytes()))
+            n = min(most, end)
+            assert runs[0] == runs[1] and runs[0][2] == n <= len(ids)
+            assert runs[0][:2] == ((pieces[end][: pieces[end].index(stop)], "stop") if most >= end else (pieces[n], "length"))
+
+
 def test_bytes_that_are_no_text(cli: Cli, tmp_path: Path) -> None:
     """A random model over bytes: what it prints is what Python makes of its bytes, tokens and speculation aside."""
     tiny, file = cli.data / "tiny", tmp_path / "ids"

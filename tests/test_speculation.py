@@ -235,5 +235,12 @@ def test_snapshot_is_refused(plains: dict[str, Plain], tmp_path: Path) -> None:
                 s.load(data)
             assert s.tokens == [3, 5, 7] and np.array_equal(bits(s.logits()), before)
         s = engine.session()
+        s.eval([3, 5, 7])
+        before, step = s.save(), len(good) // 64
+        altered = [good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :] for at in (*range(64), *range(64, len(good), step))]
+        for bad in (*altered, *(good[:n] for n in range(0, len(good), step)), good + b"\0"):
+            with pytest.raises(Failed):
+                s.load(bad)
+            assert s.save() == before
         s.load(good)
-        assert np.array_equal(bits(s.logits()), bits(session.logits()))
+        assert np.array_equal(bits(s.logits()), bits(session.logits())) and s.save() == good

@@ -67,7 +67,7 @@ def cycles(fast: Session, plain: Session, text: Text, wrongs: list[int], depth: 
 @pytest.mark.parametrize("max_rewind", [64, 1000])
 @pytest.mark.parametrize("name", FIXTURES)
 def test_every_accept_length_everywhere(texts: dict[str, Text], name: str, max_rewind: int) -> None:
-    """Each accept length 0..4, starting at every position modulo 4, around the window's and the rings' wraps and modulo 128."""
+    """Each accept length 0..4, starting at every position modulo 4, around 128 and 256, the window's and the rings' wraps."""
     text, depth = texts[name], 4
     with Engine(*text.files, prefill_chunk=20, max_rewind=max_rewind, ctx=1024, mtp_margin=0.0) as engine:
         ring = 20 + min(max_rewind, 1024)  # raw rows: + window - 1; compressor rows: + 3, + 7 or + 127
@@ -79,14 +79,39 @@ def test_every_accept_length_everywhere(texts: dict[str, Text], name: str, max_r
                 *(ring + w + k for w in (3, 7, 11, 15, 19, 127) for k in range(-3, 4) if 41 <= ring + w + k < 520),
             }
         )
+        fast, plain = text.session(engine, starts[0]), text.session(engine, starts[0])
+        plain.set_mtp(0, 0)
         for start in starts:
+            for session in (fast, plain):
+                session.eval(text.tokens[session.position : start])
             for accepted in range(depth + 1):
-                fast, plain = text.session(engine, start), text.session(engine, start)
+                fast.set_mtp(depth, 0)
+                cycles(fast, plain, text, [accepted], depth)
+                if start % (depth + 1) == accepted:  # and 64 further tokens, every further cycle refused at the same draft
+                    further, behind = fast.fork(), plain.fork()
+                    assert further.generate(64) == text.tokens[fast.position : fast.position + 64].tolist()
+                    same(further, behind, text)
+                    further.close()
+                    behind.close()
+                for session in (fast, plain):  # again from here, with what was refused still in the rings
+                    session.rewind(start)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_every_position_modulo_128(texts: dict[str, Text], name: str) -> None:
+    """A draft refused at each of 128 positions in a row, as the first draft and behind accepted ones, twice in a row."""
+    text, depth = texts[name], 4
+    with Engine(*text.files, prefill_chunk=20, ctx=1024) as engine:
+        base = text.session(engine, 128)
+        for start in range(128, 256):
+            for wrongs in ([0], [2, 1]):
+                fast, plain = base.fork(), base.fork()
                 fast.set_mtp(depth, 0)
                 plain.set_mtp(0, 0)
-                cycles(fast, plain, text, [accepted], depth)
+                cycles(fast, plain, text, wrongs, depth)
                 fast.close()
                 plain.close()
+            base.step(int(text.tokens[start]), 1)
 
 
 @pytest.mark.parametrize("name", FIXTURES)
