@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PROMPT = 20, TOKENS = 40, JOBS = 2 };
+enum { PROMPT = 20, TOKENS = 40, JOBS = 4 };
 
 static pthread_mutex_t failures_lock = PTHREAD_MUTEX_INITIALIZER;
 static int failures;
@@ -24,8 +24,8 @@ static void failed(int line, const char *what) {
 
 static const char *target, *head;
 
-/* A text of its own: the job's prompt, then greedy tokens by steps with drafts, with a fork, a snapshot, a rewind and a failing
- * call on the way. */
+/* A text of its own: the job's prompt, then tokens by steps with drafts, with a fork, a snapshot, a rewind and a failing call on
+ * the way. Job 0 is greedy, 1 draws its tokens, 2 and 3 take their steps in batches with a further session. */
 typedef struct {
     ds4_engine *engine;     /* NULL: one of the job's own */
     int number, n;
@@ -63,16 +63,34 @@ static void failing_call(ds4_session *s, int number) {
     EXPECT(ds4_session_eval(s, &wrong, 1) == -1 && strstr(ds4_last_error(), name));
 }
 
+static void set_up(ds4_session *s, int number) {
+    ds4_bias bias = {7, 0.5f};
+    ds4_gen gen = {.temperature = 0.9f, .top_p = 0.95f, .seed = 11, .frequency_penalty = 0.1f, .bias = &bias, .n_bias = 1};
+    EXPECT(ds4_session_set_stops(s, NULL, 0, true) == 0 && ds4_session_set_mtp(s, 2 + number, 0) == 0);
+    EXPECT(number % 2 == 0 || ds4_session_set_gen(s, &gen) == 0);
+}
+
+/* One step, in company when there is any: the other session reads on at a prompt of its own and begins anew when it is full. */
+static int step(ds4_engine *engine, ds4_session *s, ds4_session *other, int max, int *out) {
+    int token = ds4_session_next(s), more[9] = {3, 4, 5, 6, 7, 8, 9, 10, 11};
+    if (!other) return ds4_session_step(s, token, max, out);
+    ds4_batch_item items[2] = {{.session = s, .tokens = &token, .n_tokens = 1, .max = max, .out = out},
+                               {.session = other, .tokens = more, .n_tokens = 9}};
+    if (ds4_session_position(other) > 200) EXPECT(ds4_session_rewind(other, 0) == 0);
+    EXPECT(ds4_batch_step(engine, items, 2) == 0 && items[1].n > 0);
+    return items[0].n;
+}
+
 static void *run_job(void *arg) {
     job *j = arg;
     ds4_engine *engine = j->engine ? j->engine : new_engine();
-    ds4_session *s = ds4_engine_open_session(engine);
+    ds4_session *s = ds4_engine_open_session(engine), *other = j->number < 2 ? NULL : ds4_engine_open_session(engine);
     int prompt[PROMPT], vocab = ds4_engine_info(engine).vocab;
     for (int i = 0; i < PROMPT; i++) prompt[i] = 2 + (i * 7 + j->number * 31) % (vocab - 2);
-    EXPECT(ds4_session_set_stops(s, NULL, 0, true) == 0 && ds4_session_set_mtp(s, 2 + j->number, 0) == 0);
+    set_up(s, j->number);
     EXPECT(ds4_session_eval(s, prompt, PROMPT) == 0);
     for (j->n = 0; j->n < TOKENS;) {
-        int done = ds4_session_step(s, ds4_session_argmax(s), TOKENS - j->n, j->tokens + j->n);
+        int done = step(engine, s, other, TOKENS - j->n, j->tokens + j->n);
         EXPECT(done > 0);
         if (done < 1) break;
         j->n += done;
@@ -83,7 +101,7 @@ static void *run_job(void *arg) {
             s = fork;
         }
         if (j->n % 7 == 0) s = move(engine, s);
-        EXPECT(ds4_session_set_stops(s, NULL, 0, true) == 0 && ds4_session_set_mtp(s, 2 + j->number, 0) == 0);
+        set_up(s, j->number);
         if (j->n % 3 == 0) {
             int last = j->tokens[j->n - 1];
             EXPECT(ds4_session_rewind(s, ds4_session_position(s) - 1) == 0 && ds4_session_eval(s, &last, 1) == 0);
@@ -94,6 +112,7 @@ static void *run_job(void *arg) {
     EXPECT(z);
     if (z) memcpy(j->logits, z, (size_t)vocab * sizeof *z);
     ds4_session_free(s);
+    ds4_session_free(other);
     if (!j->engine) ds4_engine_free(engine);
     return NULL;
 }
