@@ -435,6 +435,6 @@ def test_anything_in_any_order(data: Path, name: str, seed: int) -> None:
     same_rewind: dict[str, int] = {"max_rewind": 30, "ctx": 1024}
     with (
         Engine(*files, prefill_chunk=17, **same_rewind) as first,
-        Engine(*files, prefill_chunk=64, threads=1, isa="scalar", **same_rewind) as second,
+        Engine(*files, prefill_chunk=64, threads=1, isa="scalar", mtp_shortlist=64, **same_rewind) as second,
     ):
         Pair([first, second], seed).run(150)
