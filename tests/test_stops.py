@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from engine import Engine, Failed, Session, bits, check, ffi, lib
+from engine import Engine, Failed, Session, batch_step, bits, check, ffi, lib
 from fixtures import rewrite
 
 PROMPT, DEPTH = 40, 8
@@ -109,6 +110,57 @@ def test_keep_at_every_offset(case: Case, max_rewind: int) -> None:
             if max_rewind:
                 with pytest.raises(Failed, match="the last step committed 0"):
                     session.keep(1)
+
+
+GENS: list[dict[str, Any]] = [
+    {"temperature": 0.8, "top_p": 0.9, "seed": 4},
+    {"frequency_penalty": 0.4, "presence_penalty": 0.1, "penalty_from": PROMPT},
+    {"temperature": 1.2, "top_k": 20, "frequency_penalty": 0.2, "seed": 9, "bias": {5: 2.0}},
+]
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["alone", "batch"])
+@pytest.mark.parametrize("gen", GENS, ids=["drawn", "penalties", "both"])
+def test_stops_of_chosen_text(case: Case, gen: dict[str, Any], batch: bool) -> None:
+    """A stop token at every offset of a block of drawn or adjusted text, alone and in a batch, the limit around it: the text, the
+    next token and the state are plain's."""
+    with Engine(case.model, case.head, ctx=256) as engine:
+
+        def started(depth: int, tokens: list[int]) -> Session:
+            session = engine.session()
+            session.set_mtp(depth, 0)
+            session.set_gen(**gen)
+            session.set_stops([], ignore_eos=True)
+            session.eval(case.text[:PROMPT])
+            for token in tokens:
+                session.step(token, 1)
+            return session
+
+        plain, text = started(0, []), []
+        for _ in range(60):
+            text.append(plain.next())
+            plain.step(text[-1], 1)
+        end = next(i for i in range(DEPTH + 2, 60) if text[i] not in text[:i])
+        company = engine.session()
+        for offset in range(DEPTH + 2):
+            start = end - offset
+            for most in sorted({1, max(1, offset), offset + 1, 30}):
+                session, out = started(DEPTH, text[:start]), []
+                session.set_stops([text[end]], ignore_eos=True)
+                session.script([*case.text[:PROMPT], *text])
+                while len(out) < most and not lib.ds4_session_is_stop(session.p, token := session.next()):
+                    asked = [(company, [3, 4, 5], 0), (session, [token], most - len(out))]
+                    out += batch_step(engine, asked)[1] if batch else session.step(token, most - len(out))
+                    if company.position > 200:
+                        company.rewind(0)
+                n = min(most, offset)
+                assert out == text[start : start + n] and session.next() == text[start + n]
+                assert session.stats.cycles - start == -(-n // (DEPTH + 1))  # one pass for a whole block
+                behind = started(0, text[: start + n])
+                assert session.save() == behind.save() and np.array_equal(bits(session.logits()), bits(behind.logits()))
+                identity(session)
+                session.close()
+                behind.close()
 
 
 def step_logits(session: Session, i: int) -> np.ndarray:
