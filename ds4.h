@@ -13,7 +13,8 @@
  *
  * Errors. A call that fails returns NULL or -1, changes nothing unless it says so, and leaves one message that names the
  * file, key, tensor or option and what was expected in ds4_last_error(), which belongs to the calling thread. The
- * library never exits and prints nothing; messages worth showing go to cfg.log when it is set.
+ * library never exits and prints nothing; messages worth showing go to cfg.log when it is set. A pointer may be NULL only where
+ * that is said, or where it points to 0 values.
  *
  * Threads. Engines are independent of each other; sessions of one engine may be used from different threads (their passes
  * take turns on the engine's thread pool). One session is used by one thread at a time; only ds4_session_cancel may be
@@ -70,7 +71,7 @@ typedef struct {
     uint64_t seed;
     float presence_penalty, frequency_penalty;  /* in logits; -100 to 100 */
     int penalty_from;                  /* a position: 0 counts the prompt too */
-    const ds4_bias *bias;              /* added to logits, -INFINITY forbids; a token at most once; copied by whoever keeps it */
+    const ds4_bias *bias;              /* added to logits, -INFINITY forbids; a token named twice gets both; copied when kept */
     size_t n_bias;
     ds4_mask_fn mask;                  /* NULL: all tokens */
     void *mask_ctx;
@@ -258,8 +259,9 @@ int ds4_session_keep(ds4_session *s, int n);
 /* Logits after the i-th token that the last step committed, float32 [V]; the last one's are ds4_session_logits. NULL for an i
  * the step did not commit, or after any other call that moves the session. */
 const float *ds4_session_step_logits(ds4_session *s, int i);
-/* Greedy whatever the session's ds4_gen says: evaluates `first` and runs cycles until `max` tokens, `first` included, are committed, the context is full, or a stop token
- * comes (it is not evaluated). Returns the next token, -1 only on failure; what was committed is ds4_session_tokens. */
+/* Greedy whatever the session's ds4_gen says: evaluates `first` and runs cycles until `max` tokens, `first` included, are
+ * committed, the context is full, or a stop token comes (it is not evaluated). Returns the next token, -1 only on failure; what
+ * was committed is ds4_session_tokens. */
 int ds4_session_eval_speculative_argmax(ds4_session *s, int first, int max);
 
 /* ---- batches ---- */
@@ -319,8 +321,8 @@ size_t ds4_session_save_size(const ds4_session *s);
 /* Writes a snapshot into buf (n bytes at least ds4_session_save_size). Returns the bytes written, 0 on failure. */
 size_t ds4_session_save_mem(const ds4_session *s, void *buf, size_t n);
 int ds4_session_load_mem(ds4_session *s, const void *buf, size_t n);
-/* The same through a file: written beside it (a link's target), then renamed over it, with its mode. Loading refuses a snapshot of another model, kv type or
- * version, a damaged one, or one longer than the session's context, and leaves the session as it was. */
+/* The same through a file: written beside it (a link's target), then renamed over it, with its mode. Loading refuses a snapshot of
+ * another model, kv type or version, a damaged one, or one longer than the session's context, and leaves the session as it was. */
 int ds4_session_save(const ds4_session *s, const char *path);
 int ds4_session_load(ds4_session *s, const char *path);
 /* Whether ds4_session_save could write there: what it needs beside `path` is made and removed. 0, or -1. */

@@ -237,6 +237,7 @@ def test_prompts_are_the_other_programs(talker: Path, ds4: Path) -> None:
         ["-p", "Hail"], ["-p", "Hail", "-sys", "Be brief."], ["-p", "Hail", "--think"], ["-p", "Hail", "--think-max"],
         ["-p", "Hail", "--raw-prompt"], ["-p", rendered, "--rendered"], ["-p", rendered], ["-p", ""],
         ["-p", "Hail", "--temp", "0.9", "--top-p", "0.9", "--seed", "4", "--presence-penalty", "1", "--logit-bias", "17:-2"],
+        ["-p", "Hail", "--logit-bias", "300:999", "--logit-bias", "300:-9", "--ignore-eos"],
     ):  # fmt: skip
         args = [*args, "-n", "12", "--print-ids", "-m", str(talker)]
         theirs = subprocess.run([ds4, *args], capture_output=True, text=True, check=True).stdout

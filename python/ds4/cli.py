@@ -123,6 +123,14 @@ class Bias(click.ParamType):  # type: ignore[type-arg]
         return pair
 
 
+def summed(pairs: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Biases by token: one that is given twice gets both."""
+    out: dict[int, float] = {}
+    for token, addend in pairs:
+        out[token] = out.get(token, 0.0) + addend
+    return out
+
+
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUT = click.Path(dir_okay=False, writable=True, path_type=Path)
 TEXT_FILE = click.Path(exists=True, dir_okay=False, allow_dash=True)
@@ -220,7 +228,7 @@ def sampler_of(o: dict[str, Any]) -> SamplerConfig:
     return SamplerConfig(
         draft_core=o["draft_core"], speculative_depth=o["mtp_draft"], margin=margin_of(o), scheme=o["mtp_sampling"],
         temperature=o["temp"], top_k=o["top_k"], top_p=o["top_p"], min_p=o["min_p"], seed=o["seed"],
-        presence_penalty=o["presence_penalty"], frequency_penalty=o["frequency_penalty"], logit_bias=o["logit_bias"],
+        presence_penalty=o["presence_penalty"], frequency_penalty=o["frequency_penalty"], logit_bias=summed(o["logit_bias"]),
     )  # fmt: skip
 
 
