@@ -220,7 +220,7 @@ typedef struct {
     Strings stops, biases;
     ds4_bias *bias;                    /* what `biases` say */
     float margin, env_margin;          /* -1: not given; the second from the environment */
-    int draft;                         /* 0: not given */
+    int draft;                         /* 0: not given; DS4_DRAFT_AUTO */
     int max_rewind;                    /* -1: not given */
     int tokens;                        /* TOKENS_DEFAULT: not given */
     int bench_runs;                    /* 0: not given */
@@ -244,6 +244,7 @@ typedef enum {
     FLAG,                              /* bool, no value */
     SET,                               /* int, no value: `low` is stored */
     WHOLE,                             /* int from low to high */
+    DEPTH,                             /* the same, or auto: DS4_DRAFT_AUTO */
     REAL,                              /* float from low to high */
     SEED,                              /* uint64_t */
     NAME,                              /* int, the index of one of `names` */
@@ -274,7 +275,8 @@ static const Option options[] = {
 
     {"--mtp", NULL, TEXT, AT(cfg.mtp_path), 0, 0, NULL},
     {"--glm-mtp", NULL, FLAG, AT(cfg.mtp_internal), 0, 0, NULL},
-    {"--mtp-draft", NULL, WHOLE, AT(draft), 1, DS4_MAX_DRAFT, NULL},
+    {"--mtp-draft", NULL, DEPTH, AT(draft), 1, DS4_MAX_DRAFT, NULL},
+    {"--draft-lookup", NULL, WHOLE, AT(cfg.draft_lookup), 0, 64, NULL},
     {"--mtp-margin", NULL, REAL, AT(margin), 0, 1000, NULL},
     {"--mtp-shortlist", NULL, WHOLE, AT(cfg.mtp_shortlist), 0, MAX_TOKENS, NULL},
     {"--mtp-sampling", NULL, NAME, AT(scheme), 0, 0, scheme_names},
@@ -339,6 +341,7 @@ static const char *expected(const Option *o) {
     size_t used = 0;
     switch (o->kind) {
     case WHOLE: snprintf(text, sizeof text, "a whole number from %.0f to %.0f", o->low, o->high); break;
+    case DEPTH: snprintf(text, sizeof text, "a whole number from %.0f to %.0f, or auto", o->low, o->high); break;
     case REAL: snprintf(text, sizeof text, "a number from %g to %g", o->low, o->high); break;
     case SEED: snprintf(text, sizeof text, "a whole number from 0 to %llu", (unsigned long long)UINT64_MAX); break;
     case NAME:
@@ -398,6 +401,9 @@ static bool set_option(Options *opt, const Option *o, const char *value) {
     case FLAG: *(bool *)at = true; return true;
     case SET: *(int *)at = (int)o->low; return true;
     case WHOLE: return parse_whole(value, o->low, o->high, at);
+    case DEPTH:
+        if (!strcmp(value, "auto")) return *(int *)at = DS4_DRAFT_AUTO, true;
+        return parse_whole(value, o->low, o->high, at);
     case REAL: return parse_real(value, o->low, o->high, at);
     case SEED: return parse_seed(value, at);
     case NAME: return parse_name(value, o->names, at);
@@ -557,8 +563,7 @@ static void finish_cfg(Options *opt, const char *argv0) {
     cfg->isa = isa_names[opt->isa];
     cfg->gen.scheme = (ds4_scheme)opt->scheme;
     read_biases(opt);
-    if (opt->draft) cfg->mtp_draft = opt->draft;
-    if (!head) cfg->mtp_draft = 0;
+    cfg->mtp_draft = !head && !cfg->draft_lookup ? 0 : opt->draft ? opt->draft : DS4_DRAFT_AUTO;
     if (opt->margin >= 0) cfg->mtp_margin = opt->margin;
     if (opt->env_margin >= 0) cfg->mtp_margin = opt->env_margin;
     bool generates = !dumps_logits(opt) || opt->tokens != TOKENS_DEFAULT;
@@ -740,7 +745,8 @@ static void say_notes(const App *app) {
     if (opt->bundled) note("no model given: using the small one that comes with ds4 (-m FILE for another)");
     bool about_drafts =
         opt->draft || opt->margin >= 0 || opt->scheme || opt->cfg.mtp_shortlist != ds4_default_cfg().mtp_shortlist;
-    if (!head && about_drafts) note("without a head (--mtp FILE or --glm-mtp) nothing is drafted");
+    if (!head && !opt->cfg.draft_lookup && about_drafts)
+        note("without a head (--mtp FILE or --glm-mtp) or --draft-lookup nothing is drafted");
     if (app->info.base_model) {
         if (opt->think != DS4_THINK_OFF) note("the model has no chat template: it does not know how to think");
         return;
@@ -1100,8 +1106,13 @@ static int most_tokens(const App *app) {
 
 static double rate(double count, double ms) { return ms > 0 ? count / ms * 1e3 : 0; }
 
-/* The depth that was drafted at. */
-static int depth_used(const App *app) { return app->info.has_head ? app->opt.cfg.mtp_draft : 0; }
+/* The most drafts of a step. */
+static int depth_used(const App *app) {
+    int draft = app->opt.cfg.mtp_draft;
+    return draft == DS4_DRAFT_AUTO ? DS4_MAX_DRAFT : draft;
+}
+
+static double share(int64_t part, int64_t of) { return of ? (double)part / (double)of : 0; }
 
 static void print_stats(const App *app, const Answer *answer, FILE *f) {
     ds4_stats s = ds4_session_stats(app->session);
@@ -1109,14 +1120,20 @@ static void print_stats(const App *app, const Answer *answer, FILE *f) {
             rate((double)s.prompt_tokens, s.prompt_ms));
     fprintf(f, "generated  %8d tokens %10.1f ms %10.1f tokens/s, ended by %s\n", answer->tokens, answer->ms,
             rate(answer->tokens, answer->ms), answer->finish);
-    if (!app->info.has_head) return;
-    fprintf(f, "steps      %8lld, %.2f tokens each", (long long)s.cycles, s.cycles ? (double)s.emitted / (double)s.cycles : 0);
+    if (!depth_used(app)) return;
+    fprintf(f, "steps      %8lld, %.2f tokens each", (long long)s.cycles, share(s.emitted, s.cycles));
     if (app->opt.cfg.gen.temperature == 0)     /* else the margin says nothing */
         fprintf(f, "; margin %g held back %lld matches", (double)app->opt.cfg.mtp_margin, (long long)s.below_margin);
     fputc('\n', f);
     for (int i = 0; i < depth_used(app); i++)
-        fprintf(f, "draft %-2d   %8lld drafted %9lld accepted %7.1f%%\n", i + 1, (long long)s.drafted[i],
-                (long long)s.accepted[i], s.drafted[i] ? 100 * (double)s.accepted[i] / (double)s.drafted[i] : 0);
+        if (s.drafted[i] || app->opt.cfg.mtp_draft > 0)
+            fprintf(f, "draft %-2d   %8lld drafted %9lld accepted %7.1f%%\n", i + 1, (long long)s.drafted[i],
+                    (long long)s.accepted[i], 100 * share(s.accepted[i], s.drafted[i]));
+    if (app->opt.cfg.draft_lookup)
+        fprintf(f, "lookup     %8lld drafted %9lld accepted %7.1f%%\n", (long long)s.lookup_drafted,
+                (long long)s.lookup_accepted, 100 * share(s.lookup_accepted, s.lookup_drafted));
+    if (app->opt.cfg.mtp_draft == DS4_DRAFT_AUTO)
+        fprintf(f, "auto       %8lld more drafts were not worth verifying\n", (long long)s.pruned);
     fprintf(f, "time       draft %.1f ms, verify %.1f ms, repair %.1f ms; %lld passes of the head\n", s.draft_ms, s.verify_ms,
             s.repair_ms, (long long)s.head_passes);
 }
@@ -1156,8 +1173,11 @@ static void json_setup(const App *app, FILE *f) {
     json_string(f, info->isa);
     fprintf(f, ",\n  \"threads\": %d,\n  \"ctx\": %d,\n  \"kv_type\": \"%s\",\n  \"prefill_chunk\": %d,\n", info->threads,
             info->ctx, kv_type_names[info->kv_type], info->prefill_chunk);
-    fprintf(f, "  \"max_rewind\": %d,\n  \"mtp_draft\": %d,\n  \"mtp_margin\": %g,\n  \"mtp_shortlist\": %d,\n",
-            info->max_rewind, depth_used(app), (double)cfg->mtp_margin, cfg->mtp_shortlist);
+    fprintf(f, "  \"max_rewind\": %d,\n  \"mtp_draft\": ", info->max_rewind);
+    if (cfg->mtp_draft == DS4_DRAFT_AUTO) fputs("\"auto\"", f);
+    else fprintf(f, "%d", cfg->mtp_draft);
+    fprintf(f, ",\n  \"draft_lookup\": %d,\n  \"mtp_margin\": %g,\n  \"mtp_shortlist\": %d,\n", cfg->draft_lookup,
+            (double)cfg->mtp_margin, cfg->mtp_shortlist);
     fprintf(f, "  \"temperature\": %g,\n  \"top_k\": %d,\n  \"top_p\": %g,\n  \"min_p\": %g,\n  \"seed\": %llu,\n",
             (double)cfg->gen.temperature, cfg->gen.top_k, (double)cfg->gen.top_p, (double)cfg->gen.min_p,
             (unsigned long long)cfg->gen.seed);
@@ -1181,6 +1201,8 @@ static void write_stats(const App *app, const Answer *answer, FILE *f) {
             (long long)s.emitted, (long long)s.cycles, (long long)s.passes, (long long)s.head_passes);
     json_counts(f, "drafted", s.drafted, depth_used(app));
     json_counts(f, "accepted", s.accepted, depth_used(app));
+    fprintf(f, "  \"lookup_drafted\": %lld,\n  \"lookup_accepted\": %lld,\n  \"pruned\": %lld,\n", (long long)s.lookup_drafted,
+            (long long)s.lookup_accepted, (long long)s.pruned);
     fprintf(f, "  \"below_margin\": %lld,\n  \"corrections\": %lld,\n  \"bonus\": %lld,\n", (long long)s.below_margin,
             (long long)s.corrections, (long long)s.bonus);
     fprintf(f, "  \"draft_ms\": %.3f,\n  \"verify_ms\": %.3f,\n  \"repair_ms\": %.3f\n}\n", s.draft_ms, s.verify_ms,
@@ -1545,7 +1567,9 @@ static void bench_frontier(Bench *b, Frontier *f, float *logits) {
         bench_progress(b);
     }
     if (!b->app->info.has_head) return;
+    bench_check(b, ds4_session_set_lookup(s, 0));
     bench_generate(b, min_int(b->tokens, 16), BENCH_HEAD_DEPTH, 1000);
+    bench_check(b, ds4_session_set_lookup(s, b->app->opt.cfg.draft_lookup));
     ds4_stats stats = ds4_session_stats(s);
     int64_t steps = 0;
     for (int i = 0; i < BENCH_HEAD_DEPTH; i++) steps += stats.drafted[i];
@@ -1593,7 +1617,7 @@ static void bench_plan(Bench *b, const Ids *prompt) {
     int most = b->frontiers[b->n_frontiers - 1].context + bench_rows[BENCH_ROWS - 1];
     while (b->ids.len < (size_t)most || b->ids.len < prompt->len) ids_add(&b->ids, prompt->data, prompt->len);
     b->total = (int64_t)b->runs * b->n_frontiers * (1 + BENCH_ROWS);
-    if (!app->info.has_head) return;
+    if (!app->opt.cfg.mtp_draft) return;
     if (b->prompt > ctx - b->tokens)
         fail("the prompt has %d tokens, %d are generated behind it, the context holds %d (see --ctx)", b->prompt, b->tokens,
              ctx);
@@ -1601,6 +1625,7 @@ static void bench_plan(Bench *b, const Ids *prompt) {
     for (int m = 0; m < 2; m++) {
         float margin = m ? 0 : app->opt.cfg.mtp_margin;
         for (int i = 0; i < BENCH_DEPTHS; i++) bench_add(b, bench_depths[i], margin);
+        bench_add(b, DS4_DRAFT_AUTO, margin);
         if (opt->draft) bench_add(b, opt->draft, margin);
     }
     b->total += (int64_t)b->runs * b->n_sweep;
@@ -1661,11 +1686,9 @@ static void print_break_even(const Bench *b) {
 }
 
 static const char *draft_name(int draft, char *room, size_t n) {
-    snprintf(room, n, draft ? "%d" : "plain", draft);
+    snprintf(room, n, draft == DS4_DRAFT_AUTO ? "auto" : draft ? "%d" : "plain", draft);
     return room;
 }
-
-static double share(int64_t part, int64_t of) { return of ? (double)part / (double)of : 0; }
 
 static void print_sweep(const Bench *b) {
     double plain = median(&b->sweep[0].ms);
@@ -1794,10 +1817,8 @@ static int run_bench(App *app, const Prompt *prompt) {
     printf("%s, %s kernels, %d threads, kv %s; medians of %d\n\n", *app->info.name ? app->info.name : app->info.model_path,
            app->info.isa, app->info.threads, kv_type_names[app->info.kv_type], b->runs);
     print_frontiers(b);
-    if (app->info.has_head) {
-        print_break_even(b);
-        print_sweep(b);
-    }
+    if (app->info.has_head) print_break_even(b);
+    if (b->n_sweep) print_sweep(b);
     if (csv) {
         write_csv(b, csv);
         close_output(csv, opt->csv);

@@ -71,10 +71,10 @@ def test_json(measured: dict[str, Any]) -> None:
             expected, found = break_even(f, depth), f["break_even"][str(depth)]
             assert found == expected or abs(found - expected) < 1e-3
     assert [(c["draft"], c["margin"]) for c in j["sweep"]] == [
-        ("plain", 0), *((str(d), 0.5) for d in [*DEPTHS, 5]), *((str(d), 0) for d in [*DEPTHS, 5]),
+        ("plain", 0), *((str(d), 0.5) for d in [*DEPTHS, "auto", 5]), *((str(d), 0) for d in [*DEPTHS, "auto", 5]),
     ]  # fmt: skip
     for c in j["sweep"]:
-        depth = 0 if c["draft"] == "plain" else int(c["draft"])
+        depth = 0 if c["draft"] == "plain" else 16 if c["draft"] == "auto" else int(c["draft"])
         assert c["tokens"] == 12 and c["tokens"] == c["passes"] + c["accepted"]
         assert c["first_accepted"] <= c["first_drafted"] <= c["passes"] and c["accepted"] <= c["drafted"] <= depth * c["passes"]
         assert abs(c["ratio"] - c["tokens_per_s"] / j["sweep"][0]["tokens_per_s"]) < 1e-3
@@ -127,7 +127,19 @@ def test_sampled(ds4: Path, small: list[str], tmp_path: Path) -> None:
     stats = json.loads((tmp_path / "s.json").read_text())
     sweep = json.loads((tmp_path / "b.json").read_text())["sweep"]
     (cell,) = (c for c in sweep if c["draft"] == "2" and c["margin"] == 0)
-    assert (cell["tokens"], cell["passes"]) == (stats["emitted"], stats["cycles"]) and cell["accepted"] == sum(stats["accepted"])
+    assert (cell["tokens"], cell["passes"]) == (stats["emitted"], stats["cycles"]) and cell["accepted"] == sum(
+        stats["accepted"]
+    )
+
+
+def test_lookup_alone(ds4: Path, small: list[str], tmp_path: Path) -> None:
+    """Without a head, depths of the lookup's drafts; sampled text as well."""
+    out, args = tmp_path / "b.json", ["--bench", "--bench-ctx", 0, "--bench-runs", 1, "-n", 30, "-p", "begat " * 40]
+    for more in ([], ["--temp", 0.1, "--seed", 3]):
+        run(ds4, *small[:2], *args, "--draft-lookup", 4, "--json", out, *more)
+        j = json.loads(out.read_text())
+        assert [c["draft"] for c in j["sweep"]][:2] == ["plain", "1"] and j["draft_lookup"] == 4
+        assert max(c["accepted"] for c in j["sweep"]) > 0 and "head_step_ms" not in j["frontiers"][0]
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,9 @@ def plain(cli: Cli) -> bytes:
         (["-n", "99999999999999999999"], ["-n", "99999999999999999999"]),
         (["--mtp-draft", "0"], ["--mtp-draft", '"0"', "1 to 16"]),
         (["--mtp-draft", "17"], ["--mtp-draft", "17", "1 to 16"]),
-        (["--mtp-draft=2x"], ["--mtp-draft", "2x", "1 to 16"]),
+        (["--mtp-draft=2x"], ["--mtp-draft", "2x", "1 to 16, or auto"]),
+        (["--mtp-draft", "Auto"], ["--mtp-draft", "Auto", "or auto"]),
+        (["--draft-lookup", "65"], ["--draft-lookup", "65", "0 to 64"]),
         (["--mtp-margin", "-1"], ["--mtp-margin", "-1", "0 to 1000"]),
         (["--mtp-margin", "1001"], ["--mtp-margin", "1001", "0 to 1000"]),
         (["--mtp-margin", "nan"], ["--mtp-margin", "nan", "0 to 1000"]),
@@ -274,8 +276,8 @@ def test_help_states_the_defaults_there_are(cli: Cli, tmp_path: Path) -> None:
         "--top-p": stats["top_p"], "--min-p": stats["min_p"], "--seed": stats["seed"],
     }  # fmt: skip
     for option, value in stated.items():
-        found = re.search(rf"^ +{option} .*?\(([\d.]+)[:)]", text, re.MULTILINE | re.DOTALL)
-        assert found and float(found[1]) == value, option
+        found = re.search(rf"^ +{option} .*?\(([\d.]+|auto)[:)]", text, re.MULTILINE | re.DOTALL)
+        assert found and (found[1] if found[1] == "auto" else float(found[1])) == value, option
     assert re.search(r"--kv-type .*\((\w+)\)", text)[1] == stats["kv_type"]  # type: ignore[index]
 
 
@@ -398,6 +400,26 @@ def test_a_foreign_chat_template_is_named(cli: Cli, talker: Path, tmp_path: Path
 def test_speculation_changes_nothing(cli: Cli, plain: bytes) -> None:
     for draft, margin in [(1, 3.0), (2, 3.0), (2, 0), (5, 0), (16, 1000)]:
         assert cli("-p", PROMPT, "-n", 48, *cli.speculation(draft, margin)).stdout == plain
+
+
+def test_auto_and_lookup_change_nothing(cli: Cli, plain: bytes, tmp_path: Path) -> None:
+    """With a head the depth is auto unless given; lookup drafts without one; what was drafted is counted by source."""
+    head = ["--mtp", cli.head]
+    for more in ([], ["--mtp-draft", "auto", "--mtp-margin", 0], ["--draft-lookup", 4], ["--mtp-draft=3", "--draft-lookup=64"]):
+        assert cli("-p", PROMPT, "-n", 48, *head, *more).stdout == plain
+    assert cli("-p", PROMPT, "-n", 48, "--draft-lookup", 2).stdout == plain
+    auto = cli.stats(tmp_path, "-p", PROMPT, "-n", 96, *head, "--mtp-margin", 0)
+    assert auto["mtp_draft"] == "auto" and auto["draft_lookup"] == 0 and auto["lookup_drafted"] == 0
+    assert len(auto["drafted"]) == len(auto["accepted"]) == 16 and auto["pruned"] >= 0
+    assert sum(auto["accepted"]) + auto["corrections"] + auto["bonus"] == auto["emitted"] == 96
+    circle = ["-p", "begat " * 40, "-n", 120, "--draft-lookup", 3, "--mtp-draft", 4]
+    s = cli.stats(tmp_path, *circle)
+    assert s["head"] is None and s["draft_lookup"] == 3 and s["mtp_draft"] == 4 and s["head_passes"] == 0
+    assert s["lookup_drafted"] == sum(s["drafted"]) > 0 and s["lookup_accepted"] == sum(s["accepted"])
+    text = cli(*circle, "--stats").stderr.decode()
+    assert re.search(r"^lookup +\d+ drafted +\d+ accepted", text, re.MULTILINE)
+    assert "auto " in cli("-p", PROMPT, "-n", 4, *head, "--stats").stderr.decode()
+    assert cli("-p", PROMPT, "-n", 1, "--draft-lookup", 4, "--mtp-draft", 2).stderr == b""
 
 
 def test_counters(cli: Cli, tmp_path: Path) -> None:
