@@ -3,7 +3,7 @@
 # The flags that bits depend on are not in CFLAGS, so that whoever sets those keeps them: no contraction of a*b+c into fma
 # (the code writes fma where it means it), no fast math. Kernels for newer instruction sets are chosen at run time.
 CC ?= cc
-CFLAGS ?= -O3 -g
+CFLAGS ?= -O3 -g1
 PREFIX ?= /usr/local
 WARN = -Wall -Wextra -Wshadow -Wconversion
 EXACT = -std=c11 -D_GNU_SOURCE -ffp-contract=off -fno-fast-math -fPIC -pthread
@@ -74,7 +74,7 @@ build/test_api_shared: tests/test_api.c libds4.so ds4.h
 
 # Broken files, fuzzing and threads, under sanitizers. Each program includes ds4.c.
 SANITIZER = $(shell command -v clang-19 || echo gcc)
-CHECKED = $(SANITIZER) -O1 -g $(EXACT) -Wall -Wextra -Wno-unused-function -fno-sanitize-recover=all
+CHECKED = $(SANITIZER) -O1 -g1 -DDS4_PLAIN $(EXACT) -Wall -Wextra -Wno-unused-function -fno-sanitize-recover=all
 
 build/hostile: tests/hostile.c ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
 	$(CHECKED) -fsanitize=address,undefined tests/hostile.c -o $@ -lm
@@ -86,7 +86,7 @@ build/test_threads: tests/test_threads.c libds4.a ds4.h
 	$(BUILD) -I. tests/test_threads.c libds4.a -o $@ -lm
 
 build/test_threads_tsan: tests/test_threads.c ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
-	clang-19 -O1 -g $(EXACT) -fsanitize=thread -I. tests/test_threads.c ds4.c -o $@ -lm
+	clang-19 -O1 -g1 -DDS4_PLAIN $(EXACT) -fsanitize=thread -I. tests/test_threads.c ds4.c -o $@ -lm
 
 check-tsan: build/test_threads_tsan
 	TSAN_OPTIONS=halt_on_error=1 build/test_threads_tsan $(TINY)
@@ -94,7 +94,7 @@ check-tsan: build/test_threads_tsan
 FUZZERS = gguf tokenizer chat snapshot
 FUZZ_SECONDS ?= 60
 build/fuzz_%: tests/fuzz_%.c tests/ds4_plain.h ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
-	clang-19 -O1 -g $(EXACT) -DDS4_FAULTS -Wall -Wextra -Wno-unused-function -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $< -o $@ -lm
+	clang-19 -O1 -g1 -DDS4_PLAIN $(EXACT) -DDS4_FAULTS -Wall -Wextra -Wno-unused-function -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $< -o $@ -lm
 
 # Each target for FUZZ_SECONDS, from the corpus in tests/; an input that fails ends it and is left in build/. One after the other,
 # or two at a time: make -j2 fuzz
@@ -122,7 +122,7 @@ check-portable: | build
 	@for cc in gcc clang clang-19 aarch64-linux-gnu-gcc; do \
 	    command -v $$cc >/dev/null || { echo "$$cc: not installed"; continue; }; \
 	    for f in ds4 ds4_cli ds4_help; do \
-	        $$cc -O2 $(EXACT) $(WARN) -Werror -c $$f.c -o build/portable.o || exit 1; \
+	        $$cc -O1 $(EXACT) $(WARN) -Werror -c $$f.c -o build/portable.o || exit 1; \
 	    done; \
 	    echo "$$cc: ok"; \
 	done
@@ -134,7 +134,7 @@ check-memory: build/test_api
 	    valgrind -q --error-exitcode=1 --leak-check=full --errors-for-leak-kinds=all build/test_api $(TINY); \
 	else echo "valgrind: not installed"; fi
 	@if command -v clang-19 >/dev/null; then \
-	    clang-19 -O1 -g $(EXACT) -fsanitize=address,undefined -fno-sanitize-recover=all -I. tests/test_api.c ds4.c -o build/test_api_asan -lm && \
+	    clang-19 -O1 -g1 -DDS4_PLAIN $(EXACT) -fsanitize=address,undefined -fno-sanitize-recover=all -I. tests/test_api.c ds4.c -o build/test_api_asan -lm && \
 	    build/test_api_asan $(TINY); \
 	else echo "clang-19: not installed"; fi
 

@@ -792,6 +792,13 @@ bad:
  * Relies on section 1 (fail).
  * ================================================================================================================== */
 
+/* A build with -DDS4_PLAIN has the scalar kernels alone: sanitizers take minutes to compile the others. */
+#if defined(__x86_64__) && !defined(DS4_PLAIN)
+#define KERNELS_X86
+#elif defined(__aarch64__) && !defined(DS4_PLAIN)
+#define KERNELS_ARM
+#endif
+
 /* ---- 4.1 Tensor types -------------------------------------------------------------------------------------------- */
 
 enum {                                                                  /* as GGUF numbers them */
@@ -1649,7 +1656,7 @@ TILE_SET(scalar, , float_tile, block_tile, block_tile)
 
 /* ---- 4.7 Matrix products with AVX2 ------------------------------------------------------------------------------- */
 
-#if defined(__x86_64__)
+#ifdef KERNELS_X86
 #define TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define INLINE_256 ALWAYS_INLINE TARGET_AVX2
 
@@ -2116,7 +2123,7 @@ TILE_SET(avx2, TARGET_AVX2, float_tile_256, q32_tile_256, q256_tile_256)
 
 /* ---- 4.8 Matrix products with AVX-512 (VNNI) ---------------------------------------------------------------------- */
 
-#if defined(__x86_64__)
+#ifdef KERNELS_X86
 #define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,gfni,avx2,fma,f16c")))
 #define INLINE_512 ALWAYS_INLINE TARGET_AVX512
 
@@ -2612,7 +2619,7 @@ TILE_SET(avx512, TARGET_AVX512, float_tile_512, q32_tile_512, q256_tile_512)
 
 /* ---- 4.9 Matrix products with NEON and its dot product ----------------------------------------------------------- */
 
-#if defined(__aarch64__)
+#ifdef KERNELS_ARM
 #if defined(__ARM_FEATURE_DOTPROD)
 #define TARGET_NEON
 #else
@@ -2854,10 +2861,10 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
     };
 
 KERNEL_SET(scalar, , quantise_32_body, f16_load_body, f16_store_body, mix_body)
-#if defined(__x86_64__)
+#ifdef KERNELS_X86
 KERNEL_SET(avx2, TARGET_AVX2, quantise_32_256, load_f16_256, store_f16_256, mix_256)
 KERNEL_SET(avx512, TARGET_AVX512, quantise_32_256, load_f16_256, store_f16_256, mix_512)
-#elif defined(__aarch64__)
+#elif defined(KERNELS_ARM)
 KERNEL_SET(neon, TARGET_NEON, quantise_32_body, load_f16_neon, store_f16_neon, mix_body)
 #endif
 
@@ -2866,10 +2873,10 @@ KERNEL_SET(neon, TARGET_NEON, quantise_32_body, load_f16_neon, store_f16_neon, m
 /* In the order of preference, the best one last. */
 static const kernels *const kernel_sets[] = {
     &kernels_scalar,
-#if defined(__x86_64__)
+#ifdef KERNELS_X86
     &kernels_avx2,
     &kernels_avx512,
-#elif defined(__aarch64__)
+#elif defined(KERNELS_ARM)
     &kernels_neon,
 #endif
 };
@@ -2878,7 +2885,7 @@ enum { KERNEL_SETS = sizeof kernel_sets / sizeof *kernel_sets };
 /* Does the CPU have the instructions, and (x86: XCR0) does the system save their registers? */
 static bool cpu_runs(const kernels *k) {
     if (k == &kernels_scalar) return true;
-#if defined(__x86_64__)
+#ifdef KERNELS_X86
     unsigned a, b, c, d, low, high;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_FMA) || !(c & bit_F16C) || !(c & bit_OSXSAVE)) return false;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -2886,9 +2893,9 @@ static bool cpu_runs(const kernels *k) {
     const unsigned need = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
     const unsigned also = bit_AVX512VNNI | bit_AVX512VBMI | bit_GFNI;
     return k == &kernels_avx2 || ((low & 0xe6) == 0xe6 && (b & need) == need && (c & also) == also);
-#elif defined(__ARM_FEATURE_DOTPROD)
+#elif defined(KERNELS_ARM) && defined(__ARM_FEATURE_DOTPROD)
     return true;
-#elif defined(__aarch64__) && defined(__linux__)
+#elif defined(KERNELS_ARM) && defined(__linux__)
     return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
 #else
     return false;
