@@ -7509,7 +7509,9 @@ int ds4_session_draft(ds4_session *s, int token, int k, float *out) {
         head_step(e, 1, n, out + (int64_t)n * V);
         next = (int)e->dev.k->argmax(V, out + (int64_t)n * V);
     }
+    int pending = s->pending; /* it moved nothing */
     session_settle(s);
+    s->pending = pending;
     pthread_mutex_unlock(&e->run);
     return n;
 }

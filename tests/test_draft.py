@@ -46,6 +46,22 @@ def test_a_cycle_by_hand_is_a_step(model: Path, head: Path, margin: float) -> No
             assert sum(hand.stats.accepted) >= (5 if margin else 20)
 
 
+def test_a_token_that_was_drawn_stays_drawn() -> None:
+    """Rejection leaves the token drawn in a draft's place; guesses in between do not lose it."""
+    with Engine(*MODELS[0], mtp_draft=3, threads=1) as engine:
+        session, left = engine.session(), 0
+        session.set_stops([], ignore_eos=True)
+        session.eval(PROMPT)
+        session.set_gen(temperature=1.0, seed=3, scheme="rejection")
+        for _ in range(20):
+            session.step(session.next(), 4)
+            before, token = session.save(), session.next()
+            left += np.frombuffer(before[44:48], np.int32)[0] == token  # the snapshot's header holds it
+            session.draft(token, 3)
+            assert session.save() == before and session.next() == token
+        assert left > 5
+
+
 def test_any_drafts_leave_the_text_alone() -> None:
     model, head = MODELS[0]
     with Engine(model, head, threads=1) as engine:
