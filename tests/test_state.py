@@ -305,10 +305,14 @@ class Pair:
         return self.plain.next() if self.rng.random() < 0.8 else self.tokens(1)[0]
 
     def prompt(self) -> None:
-        self.fast.eval(self.tokens(int(self.rng.integers(1, 60))))
+        """New tokens, or a piece of the text once more, for lookups to find."""
+        text, n = self.fast.tokens, int(self.rng.integers(1, 60))
+        self.fast.eval(text[-n:] if text and self.rng.random() < 0.6 else self.tokens(n))
 
-    def own_head(self) -> None:
-        self.fast.set_mtp(int(self.rng.integers(0, 6)), float(self.rng.choice([0, 3])))
+    def own_drafts(self) -> None:
+        """By the head, by lookup, by whichever is likelier; as many as asked for, or as pay."""
+        self.fast.set_lookup(int(self.rng.choice([0, 2, 9])))
+        self.fast.set_mtp(int(self.rng.integers(-1, 6)), float(self.rng.choice([0, 3])))
         self.fast.step(self.start(), int(self.rng.integers(1, 8)))
 
     def verify(self) -> None:
@@ -405,7 +409,7 @@ class Pair:
     def run(self, n: int) -> None:
         actions = [
             self.prompt,
-            self.own_head,
+            self.own_drafts,
             self.verify,
             self.draft,
             self.batch,
@@ -414,7 +418,7 @@ class Pair:
             self.rewind,
             self.sampler,
         ]
-        likely = np.array([1, 4, 6, 1, 5, 1, 1, 2, 1.0])
+        likely = np.array([1.5, 6, 6, 1, 5, 1, 1, 2, 1.0])
         for _ in range(n):
             if self.fast.position > 850:
                 self.fast.rewind(0)

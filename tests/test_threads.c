@@ -25,7 +25,8 @@ static void failed(int line, const char *what) {
 static const char *target, *head;
 
 /* A text of its own: the job's prompt, then tokens by steps with drafts, with a fork, a snapshot, a rewind and a failing call on
- * the way. Job 0 is greedy, 1 draws its tokens, 2 and 3 take their steps in batches with a further session. */
+ * the way. Jobs 0 and 2 are greedy, 1 and 3 draw their tokens; 2 and 3 take their steps in batches with a further session, 3 as
+ * deep as pays and with lookups. */
 typedef struct {
     ds4_engine *engine;     /* NULL: one of the job's own */
     int number, n;
@@ -67,6 +68,7 @@ static void set_up(ds4_session *s, int number) {
     ds4_bias bias = {7, 0.5f};
     ds4_gen gen = {.temperature = 0.9f, .top_p = 0.95f, .seed = 11, .frequency_penalty = 0.1f, .bias = &bias, .n_bias = 1};
     EXPECT(ds4_session_set_stops(s, NULL, 0, true) == 0 && ds4_session_set_mtp(s, 2 + number, 0) == 0);
+    EXPECT(number < 3 || (ds4_session_set_lookup(s, 8) == 0 && ds4_session_set_mtp(s, DS4_DRAFT_AUTO, 0) == 0));
     EXPECT(number % 2 == 0 || ds4_session_set_gen(s, &gen) == 0);
 }
 
