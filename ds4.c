@@ -7684,6 +7684,12 @@ int ds4_session_set_lookup(ds4_session *s, int longest) {
     return 0;
 }
 
+int ds4_session_set_head(ds4_session *s, bool on) {
+    if (on && !s->engine->model->has_head) return fail("no MTP head is loaded");
+    session_set_drafter(s, on ? &mtp_drafter : NULL, NULL);
+    return 0;
+}
+
 /* ---- batches ---- */
 
 int ds4_engine_batch_rows(const ds4_engine *e) { return e->s.rows; }

@@ -240,6 +240,8 @@ int ds4_session_set_mtp(ds4_session *s, int draft, float margin);
 /* Prompt lookup: when the last tokens, `longest` (1 to 64) or fewer but at least 2, stand earlier in the session, what followed
  * them is drafted, as far as the draft depth goes; with a head, whichever is likelier to be accepted. 0: off. */
 int ds4_session_set_lookup(ds4_session *s, int longest);
+/* Whether the model's head drafts in this session; it does unless told otherwise. -1: there is none to turn on. */
+int ds4_session_set_head(ds4_session *s, bool on);
 
 /* How this session chooses tokens from now on: copied, the bias list too. -1: refused, with the old one in force. */
 int ds4_session_set_gen(ds4_session *s, const ds4_gen *gen);

@@ -18,7 +18,7 @@ PAIR = (ROOT / "models/small.gguf", ROOT / "models/small-mtp.gguf")
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(*PAIR, ctx=512, threads=1, prefill_chunk=32, margin=0) as engine:
+    with Engine(*PAIR, ctx=512, threads=1, prefill_chunk=32, margin=0, speculative_depth=1) as engine:
         yield engine
 
 

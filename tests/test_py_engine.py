@@ -291,7 +291,7 @@ FAILURES: list[tuple[type[BaseException], str, Callable[[Engine], object]]] = [
     (ds4.InvalidArgument, "token -1 is outside", lambda e: Session(e).step(-1)),
     (ds4.InvalidArgument, "outside any vocabulary", lambda e: Session(e).eval([2**40])),
     (ds4.InvalidArgument, "token 2048 is outside", lambda e: e.detokenize([2048])),
-    (ds4.InvalidArgument, "draft is 17", lambda e: Session(e).set_speculation(17)),
+    (ds4.InvalidArgument, "speculative_depth is 17", lambda e: Session(e).set_speculation(17)),
     (ds4.InvalidArgument, "margin is nan", lambda e: Session(e).set_speculation(1, float("nan"))),
     (ds4.InvalidArgument, "temperature is -1", lambda e: e.generate("a", temperature=-1)),
     (ds4.InvalidArgument, "seed is -1", lambda e: e.generate("a", seed=-1)),
@@ -638,7 +638,7 @@ def test_async_cancelled(times: int) -> None:
         with pytest.raises(ds4.InvalidArgument):
             await engine.agenerate("a", max_tokens=-1)
 
-    with Engine(*PAIR, prefill_chunk=64) as engine:
+    with Engine(*PAIR, prefill_chunk=64, speculative_depth=1) as engine:
         session = Session(engine)
         asyncio.run(main())
 
@@ -688,7 +688,10 @@ def test_log_raises() -> None:
         if len(lines) == 5:
             raise Boom
 
-    with Engine(*PAIR, threads=1, ctx=256, margin=0, conf_log=True, log=log) as engine, Session(engine) as session:
+    with (
+        Engine(*PAIR, threads=1, ctx=256, margin=0, speculative_depth=1, conf_log=True, log=log) as engine,
+        Session(engine) as session,
+    ):
         with pytest.raises(Boom):
             session.generate(TEXT, max_tokens=40)
         held = session.position - len(engine.prompt(TEXT))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from ds4 import ContextFull, InvalidArgument, LoadError, Model, RewindError, SamplerConfig, names, registry
-from ds4.model import MTPCache
+from ds4.model import MTPCache, options_of
 
 TINY = ROOT / "tests/data/tiny"
 PROMPT = "And it came to pass"
@@ -108,7 +109,7 @@ def test_loop_is_generate(model: Model, name: str) -> None:
     config = CONFIGS[name]
     prompt = model.encode(PROMPT)
     expected = model.generate(PROMPT, sampler_cfg=config, max_tokens=LENGTH).tokens
-    plain = model.generate(PROMPT, sampler_cfg=SamplerConfig(**vars(config) | {"draft_core": "none"}), max_tokens=LENGTH).tokens
+    plain = model.generate(PROMPT, sampler_cfg=replace(config, draft_core="none"), max_tokens=LENGTH).tokens
     assert expected == plain
     for depth, commit in ((0, True), (1, True), (3, True), (3, False), (16, True)):
         ids = list(prompt)
@@ -268,6 +269,62 @@ def test_wrong_arguments(model: Model) -> None:
             plain.mtp_forward(cache, [1, 2], depth=1)
 
 
+# ---- who drafts ----
+
+
+REPEATED = "Now these are the names of the men: Zaz, Buz, Uz. Now these are the names of the men: Zaz,"
+
+
+@pytest.mark.parametrize("config", [SamplerConfig(margin=0), SamplerConfig(temperature=0.9, seed=3)], ids=["greedy", "sampled"])
+def test_cores_and_depths_give_one_text(model: Model, config: SamplerConfig) -> None:
+    """stock, lookup, both and none, fixed depths and auto: the same tokens; each by the drafts it is named for."""
+    expected = model.generate(REPEATED, sampler_cfg=replace(config, draft_core="none"), max_tokens=LENGTH).tokens
+    for core, depth, lookup in (
+        ("stock", 3, 0),
+        ("stock", "auto", 0),
+        ("stock", 4, 6),
+        ("lookup", 4, 0),
+        ("lookup", "auto", 3),
+    ):
+        options = options_of(replace(config, draft_core=core, speculative_depth=depth, draft_lookup=lookup))  # type: ignore[arg-type]
+        with model.engine.session() as session:
+            options["max_tokens"] = LENGTH
+            assert session.generate(model.encode(REPEATED), **options).tokens == expected, (core, depth)
+            stats = session.stats
+            assert stats.head_passes > 0 or core == "lookup" or depth == "auto"
+            if core == "lookup":
+                assert stats.head_passes == 0 and sum(stats.drafted) == stats.lookup_drafted
+                assert stats.lookup_drafted > 0 or depth == "auto"
+            elif not lookup:
+                assert stats.lookup_drafted == 0
+    with Model.from_pretrained("small", mtp=False, threads=1) as plain:
+        own = replace(config, draft_core="lookup", speculative_depth=4)
+        assert plain.generate(REPEATED, sampler_cfg=own, max_tokens=LENGTH).tokens == expected
+        assert plain.generate(REPEATED, sampler_cfg=config, max_tokens=LENGTH).tokens == expected  # auto, and nobody to draft
+        with pytest.raises(InvalidArgument, match="no MTP head is loaded"):
+            plain.generate(REPEATED, sampler_cfg=replace(config, speculative_depth=2))
+
+
+def test_a_session_changes_who_drafts(model: Model) -> None:
+    with model.engine.session() as session:
+        session.eval(model.encode(REPEATED))
+        for core, head, looked in (
+            ("stock", True, False),
+            ("lookup", False, True),
+            ("stock", True, False),
+            ("none", False, False),
+        ):
+            session.set_speculation(4, 0, draft_core=core)
+            session.reset_stats()
+            fork = session.fork()
+            for s in (session, fork):
+                for _ in range(4):
+                    s.step(s.next(), 8)
+                assert (s.stats.head_passes > 0, s.stats.lookup_drafted > 0) == (head, looked), core
+            assert fork.tokens == session.tokens
+            session.rewind(session.position - 12)
+
+
 # ---- registered cores ----
 
 
@@ -289,11 +346,11 @@ class Oracle:
 def test_a_draft_core_of_ones_own(model: Model) -> None:
     prompt = model.encode(PROMPT)
     for config in (SamplerConfig(margin=0), SamplerConfig(temperature=1.2, seed=3)):
-        plain = model.generate(prompt, sampler_cfg=SamplerConfig(**vars(config) | {"draft_core": "none"}), max_tokens=LENGTH)
+        plain = model.generate(prompt, sampler_cfg=replace(config, draft_core="none"), max_tokens=LENGTH)
         Oracle.text = prompt + plain.tokens
         registry.register_draft_core("oracle", Oracle)
         try:
-            own = SamplerConfig(**vars(config) | {"draft_core": "oracle", "speculative_depth": 4})
+            own = replace(config, draft_core="oracle", speculative_depth=4)
             with model.engine.session() as session:
                 out = session.generate(
                     prompt, draft_core="oracle", speculative_depth=4, margin=0, max_tokens=LENGTH, temperature=config.temperature,
@@ -303,6 +360,12 @@ def test_a_draft_core_of_ones_own(model: Model) -> None:
             assert model.generate(prompt, sampler_cfg=own, max_tokens=LENGTH).tokens == plain.tokens
         finally:
             registry.unregister("oracle")
+        with pytest.raises(InvalidArgument, match="draft_core 'oracle' needs a number"):
+            registry.register_draft_core("oracle", Oracle)
+            try:
+                model.engine.generate(prompt, draft_core="oracle", speculative_depth="auto")
+            finally:
+                registry.unregister("oracle")
     with pytest.raises(InvalidArgument, match="expected one of 'stock'"):
         model.engine.generate(prompt, draft_core="oracle")
 

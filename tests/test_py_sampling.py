@@ -262,6 +262,7 @@ def test_tiny_temperature() -> None:
         ("frequency_penalty", [-101, math.nan]),
         ("seed", [-1, 2**64, 0.5]),
         ("margin", [-1, 1001, math.nan]),
+        ("draft_lookup", [-1, 65, 1.5]),
         ("scheme", ["both"]),
         ("mask", [3, "x"]),
         ("logit_bias", [{-1: 1.0}, {0.5: 1.0}]),

@@ -173,6 +173,7 @@ DRAFTS = [
     click.option("--mtp-draft", type=Depth(), default="auto", show_default=True, metavar="N|auto", help=f"Tokens drafted a cycle, 0 to {MAX_DEPTH}."),
     click.option("--mtp-margin", type=FloatRange(0, 1000), default=3.0, show_default=True, help="Lead in logits that a draft needs. Trades speed, never the text."),
     click.option("--draft-core", type=click.Choice(registry.draft_cores()), default="stock", show_default=True, help="Who drafts."),
+    click.option("--draft-lookup", type=click.IntRange(0, 64), default=0, show_default=True, help="Draft also what followed the last time that up to N tokens occurred; 0: off, but for --draft-core lookup."),
     click.option("--mtp-sampling", type=click.Choice(["coupled", "rejection"]), default="coupled", show_default=True, help="How drafts are verified with a temperature."),
 ]  # fmt: skip
 
@@ -226,7 +227,7 @@ def margin_of(o: dict[str, Any]) -> float:
 def sampler_of(o: dict[str, Any]) -> SamplerConfig:
     """The options of DRAFTS and SAMPLING."""
     return SamplerConfig(
-        draft_core=o["draft_core"], speculative_depth=o["mtp_draft"], margin=margin_of(o), scheme=o["mtp_sampling"],
+        draft_core=o["draft_core"], draft_lookup=o["draft_lookup"], speculative_depth=o["mtp_draft"], margin=margin_of(o), scheme=o["mtp_sampling"],
         temperature=o["temp"], top_k=o["top_k"], top_p=o["top_p"], min_p=o["min_p"], seed=o["seed"],
         presence_penalty=o["presence_penalty"], frequency_penalty=o["frequency_penalty"], logit_bias=summed(o["logit_bias"]),
     )  # fmt: skip

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ds4 import errors, generation, registry
 from ds4._ds4 import ffi, lib
 from ds4._native import MAX_DRAFT, EngineHandle, Log, Mask, MaskCall, Progress, SessionHandle, check, last_error, owned, text_of
-from ds4.generation import Completion, Gen, Logprob, Options, Piece, Settings
+from ds4.generation import AUTO, LOOKUP, Completion, Depth, Gen, Logprob, Options, Piece, Settings, depth_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -110,6 +110,11 @@ class Stats:
     drafted: tuple[int, ...]
     """By position in the cycle, 16 of them."""
     accepted: tuple[int, ...]
+    lookup_drafted: int
+    """Of these, from lookups."""
+    lookup_accepted: int
+    pruned: int
+    """Drafts made and not verified: not worth a row."""
     below_margin: int
     """Matches not committed because of the margin."""
     corrections: int
@@ -182,7 +187,8 @@ class Engine:
         model: target GGUF; any part of a split file will do.
         mtp: head GGUF, either layout; None: no head.
         mtp_internal: use the head inside the target's file.
-        speculative_depth: tokens drafted a cycle, 0 to 16; None: the engine's default (1) with a head.
+        speculative_depth: tokens drafted a cycle, 0 to 16, or "auto": what pays, by measured times and acceptance.
+        draft_lookup: draft also what followed the last time that up to so many tokens occurred, 0 to 64 (0: off).
         margin: lead in logits that a draft needs to be taken from the batch, 0 to 1000. Changes the speed, never the text.
         ctx: most tokens of a session; None: the model's context, at most 32768.
         threads: None: the processors this process may use.
@@ -214,7 +220,8 @@ class Engine:
         mtp: Path | None = None,
         *,
         mtp_internal: bool = False,
-        speculative_depth: int | None = None,
+        speculative_depth: Depth = "auto",
+        draft_lookup: int = 0,
         margin: float = 3.0,
         ctx: int | None = None,
         threads: int | None = None,
@@ -242,8 +249,7 @@ class Engine:
         cfg.model_path, cfg.isa = texts[0], texts[2]
         if mtp:
             cfg.mtp_path = texts[1]
-        if speculative_depth is not None:
-            cfg.mtp_draft = speculative_depth
+        cfg.mtp_draft, cfg.draft_lookup = depth_of(speculative_depth), draft_lookup
         if shortlist is not None:
             cfg.mtp_shortlist = shortlist
         cfg.mtp_internal, cfg.mtp_margin, cfg.kv_type = mtp_internal, margin, _KV_TYPES[kv_type]
@@ -257,7 +263,8 @@ class Engine:
         names = {v: k for k, v in _KV_TYPES.items()}
         self.info: Info = _from_c(Info, info, kv_type=names[info.kv_type])
         """Sizes; stays readable after `close`."""
-        self._settings = Settings(int(cfg.mtp_draft) if self.info.has_head else 0, margin, gen)
+        depth = int(cfg.mtp_draft) if self.info.has_head or draft_lookup else 0
+        self._settings = Settings(depth, margin, gen, lookup=draft_lookup)
 
     # ---- life ----
 
@@ -501,6 +508,7 @@ class Session:
         self._mask: MaskCall | None = None
         self._proposer: registry.Proposer | None = None
         self._proposer_of = ""
+        self._drafters: tuple[bool, int] | None = None
         self._room = ffi.new("int[]", lib.DS4_MAX_DRAFT + 1)
 
     # ---- life ----
@@ -611,9 +619,13 @@ class Session:
 
     # ---- steps ----
 
-    def set_speculation(self, depth: int, margin: float | None = None) -> None:
-        """Tokens drafted a cycle, 0 (off) to 16, and the margin (None: as it is). More than 0 needs a head, or another core."""
-        settings = replace(self._settings, depth=depth, margin=self._settings.margin if margin is None else margin)
+    def set_speculation(
+        self, depth: Depth, margin: float | None = None, *, draft_core: str | None = None, draft_lookup: int | None = None
+    ) -> None:
+        """Tokens drafted a cycle, 0 (off) to 16 or "auto"; the margin, who drafts, and lookups as in `Options` (None: as it is).
+        More than 0 needs a head, or something else that drafts."""
+        change: dict[str, Any] = {"margin": margin, "draft_core": draft_core, "lookup": draft_lookup}
+        settings = replace(self._settings, depth=depth_of(depth), **{k: v for k, v in change.items() if v is not None})
         self._use(settings)
         self._settings = settings
 
@@ -682,13 +694,21 @@ class Session:
 
     def _drafts_by(self, settings: Settings) -> None:
         """Drafts of this core and depth from now on."""
-        core, depth = registry.draft_core(settings.draft_core), settings.depth
+        core, call = registry.draft_core(settings.draft_core), self._handle.call
+        if core.make and settings.depth == AUTO:
+            raise errors.InvalidArgument(f"speculative_depth is 'auto'; draft_core {core.name!r} needs a number")
         if core.name != self._proposer_of:
             self._proposer, self._proposer_of = core.make(self) if core.make else None, core.name
-        if core.name == "lookup":
-            raise errors.InvalidArgument("draft_core 'lookup' is not in this version")
-        inside = depth if core.needs_head else 0
-        check(self._handle.call(lib.ds4_session_set_mtp, inside, settings.margin))
+        head, lookup, depth = False, 0, 0
+        if core.name in ("stock", "lookup"):
+            head = core.needs_head and self.engine.info.has_head
+            lookup = settings.lookup or (0 if core.needs_head else LOOKUP)
+            depth = settings.depth if head or lookup or settings.depth != AUTO else 0
+        if (head, lookup) != self._drafters:
+            check(call(lib.ds4_session_set_head, head))
+            check(call(lib.ds4_session_set_lookup, lookup))
+            self._drafters = head, lookup
+        check(call(lib.ds4_session_set_mtp, depth, settings.margin))
 
     def _step(self, token: int, most: int, settings: Settings) -> list[int]:
         with self._handle.lock:

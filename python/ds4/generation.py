@@ -15,11 +15,16 @@ import numpy.typing as npt
 
 from ds4 import errors, registry
 from ds4._native import Mask
+from ds4.sampling import MAX_DEPTH
 
 if TYPE_CHECKING:
     from ds4.engine import Session
 
 FinishReason = Literal["eos", "stop", "length", "error"]
+Depth = int | Literal["auto"]
+
+AUTO = -1  # DS4_DRAFT_AUTO
+LOOKUP = 8  # tokens of the longest match, for the draft core "lookup" when nothing is said
 
 
 class Options(TypedDict, total=False):
@@ -58,8 +63,12 @@ class Options(TypedDict, total=False):
     """How sampled text is verified: "coupled" (a seed's text is the same with and without drafts) or "rejection"."""
     draft_core: str
     """Who drafts: a name of `ds4.registry` ("stock", the head). Changes the speed, never the text."""
-    speculative_depth: int
-    """Tokens drafted a cycle, 0 to 16 (0: no speculation). Changes the speed, never the text."""
+    speculative_depth: Depth
+    """Tokens drafted a cycle, 0 to 16 (0: no speculation), or "auto": what pays, by measured times and acceptance. Changes the
+    speed, never the text."""
+    draft_lookup: int
+    """Draft also what followed the last time that up to so many tokens occurred, 0 to 64 (0: off); with a head, whichever is
+    likelier to be accepted. Changes the speed, never the text."""
     margin: float
     """Lead in logits that a draft needs to be taken from the batch, 0 to 1000. Changes the speed, never the text."""
     ignore_eos: bool
@@ -180,9 +189,11 @@ class Settings:
     """What a session generates with."""
 
     depth: int
+    """Or AUTO."""
     margin: float
     gen: Gen = Gen()
     draft_core: str = "stock"
+    lookup: int = 0
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
 
@@ -201,6 +212,15 @@ def _count(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
         raise errors.InvalidArgument(f"{name} is {value!r}; expected an integer, 0 or more")
     return int(value)
+
+
+def depth_of(depth: Depth) -> int:
+    """A depth as C has it."""
+    if depth == "auto":
+        return AUTO
+    if isinstance(depth, bool) or not isinstance(depth, (int, np.integer)) or not 0 <= depth <= MAX_DEPTH:
+        raise errors.InvalidArgument(f"speculative_depth is {depth!r}; expected 0 to {MAX_DEPTH} or 'auto'")
+    return int(depth)
 
 
 def request_of(options: Options, base: Settings) -> Request:
@@ -222,7 +242,8 @@ def request_of(options: Options, base: Settings) -> Request:
     core = registry.draft_core(options.get("draft_core", base.draft_core))
     settings = replace(
         base,
-        depth=options.get("speculative_depth", base.depth),
+        depth=depth_of(options["speculative_depth"]) if "speculative_depth" in options else base.depth,
+        lookup=_count("draft_lookup", options.get("draft_lookup", base.lookup)),
         margin=options.get("margin", base.margin),
         gen=gen,
         draft_core=core.name,

@@ -260,7 +260,7 @@ class Model:
     def make_mtp_cache(self, sampler_cfg: SamplerConfig | None = None, *, ctx: int | None = None) -> MTPCache:
         """An empty cache: a session of this model (ctx: most tokens, None: the engine's), and how its tokens are chosen.
 
-        Of sampler_cfg (None: greedy) everything counts but draft_core and speculative_depth: the caller drafts. The first text
+        Of sampler_cfg (None: greedy) everything counts but draft_core, draft_lookup and speculative_depth: the caller drafts. The first text
         that the cache is given is its prompt: penalties count the tokens behind it. Raises InvalidArgument for a verify core
         other than "target".
         """
@@ -268,7 +268,7 @@ class Model:
         if config.verify_core != "target":
             raise InvalidArgument(f"verify_core is {config.verify_core!r}; these calls verify with 'target'")
         session = Session(self.engine, ctx=ctx)
-        session.set_speculation(0, config.margin)
+        session.set_speculation(0, config.margin, draft_core="stock", draft_lookup=0)
         return MTPCache(session, config)
 
     def mtp_forward(self, draft_cache: MTPCache, input_ids: Ids, depth: int = 1) -> npt.NDArray[np.float32]:
@@ -336,10 +336,8 @@ def options_of(config: SamplerConfig | None) -> Options:
     """A config as the engine's options. Raises InvalidArgument for cores that are not registered any more."""
     config = config or SamplerConfig()
     registry.verify_core(config.verify_core)
-    drafts: dict[str, Any] = {"draft_core": config.draft_core, "margin": config.margin}
-    if config.speculative_depth != "auto":
-        drafts["speculative_depth"] = config.speculative_depth
-    return cast(Options, drafts | _sampling(config))
+    fields = ("draft_core", "speculative_depth", "draft_lookup", "margin")
+    return cast(Options, {name: getattr(config, name) for name in fields} | _sampling(config))
 
 
 def _options(

@@ -65,6 +65,8 @@ class SamplerConfig:
     """Who drafts: a name of `ds4.registry`."""
     speculative_depth: int | Literal["auto"] = "auto"
     """Tokens drafted a cycle, 0 (plain decoding) to 16, or "auto": what pays, from measured times and acceptance."""
+    draft_lookup: int = 0
+    """Draft also what followed the last time that up to so many tokens occurred, 0 to 64; 0: off, but for the core "lookup"."""
     verify_core: str = "target"
     """Who verifies: a name of `ds4.registry`."""
     temperature: float = 0.0
@@ -96,6 +98,7 @@ class SamplerConfig:
         if self.speculative_depth != "auto":
             ok = _is_integer(self.speculative_depth) and 0 <= self.speculative_depth <= MAX_DEPTH
             _check("speculative_depth", self.speculative_depth, ok, f"0 to {MAX_DEPTH} or 'auto'")
+        _check_integer("draft_lookup", self.draft_lookup, 0, 64)
         _check_number("temperature", self.temperature, 0, 100)
         _check_integer("top_k", self.top_k, 0, 2**31 - 1)
         _check_number("top_p", self.top_p, 0, 1)
