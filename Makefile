@@ -138,13 +138,18 @@ check-memory: build/test_api
 	    build/test_api_asan $(TINY); \
 	else echo "clang-19: not installed"; fi
 
-test: all check-c build/hooks.so build/hooks_faults.so $(VENV)/ready
-	@$(MAKE) -s extension PYTHON=$(VENV)/bin/python
+# What the tests run, compiled two at a time: each holds all of ds4.c.
+TEST_PROGRAMS = build/hooks.so build/hooks_faults.so build/test_api build/test_api_shared build/test_threads build/hostile build/hostile_plain
+
+test: $(VENV)/ready
+	@$(MAKE) -j2 -O all $(TEST_PROGRAMS) extension PYTHON=$(VENV)/bin/python
+	@$(MAKE) -s check-c
 	$(PYTEST) tests
 
 # Everything: long fuzzing, the full sweeps. An hour or so.
-check-deep: all check-c build/hooks.so build/hooks_faults.so $(VENV)/ready
-	@$(MAKE) -s extension PYTHON=$(VENV)/bin/python
+check-deep: $(VENV)/ready
+	@$(MAKE) -j2 -O all $(TEST_PROGRAMS) extension PYTHON=$(VENV)/bin/python
+	@$(MAKE) -s check-c
 	DS4_DEEP=1 $(PYTEST) tests
 
 demo: all
