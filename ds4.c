@@ -6231,7 +6231,8 @@ static double cost_step(const costs *c, int slot) { return cost_known(c, slot) ?
  * the drafts before: by place in the cycle, by the head's own lead, by the length of a lookup's match. Nothing here touches
  * the text, and everything is a function of the costs and of what was accepted. */
 
-enum { PACE_LEADS = 8, PACE_MATCHES = 6, PACE_RECENT = 6 };
+enum { PACE_LEADS = 8, PACE_MATCHES = 6 };
+static const double PACE_RECENT = 6;
 
 /* Over about the last 32 drafts. */
 typedef struct {

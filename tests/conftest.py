@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,11 @@ def make(target: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         subprocess.run(["make", "-s", target, f"PYTHON={sys.executable}"], cwd=ROOT, check=True)
     return ROOT / target
+
+
+def hear_interrupts() -> None:
+    """For a child that is to be interrupted: what runs the tests in the background may have made it deaf to SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

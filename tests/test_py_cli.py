@@ -19,7 +19,7 @@ import click
 import gguf
 import pytest
 from click.testing import CliRunner, Result
-from conftest import ROOT
+from conftest import ROOT, hear_interrupts
 from ds4 import Model, SamplerConfig, bench, names
 from ds4.cli import main
 from fixtures import rewrite
@@ -455,7 +455,7 @@ def test_interrupt() -> None:
     """Ctrl+C ends a generation with status 130; what came is printed."""
     env = os.environ | {"PYTHONPATH": str(ROOT / "python")}
     command = [sys.executable, "-m", "ds4", "generate", "-m", "small", "-p", TEXT, "-n", "-1", "--ignore-eos"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as p:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, preexec_fn=hear_interrupts) as p:
         assert p.stdout is not None
         begun = p.stdout.read(10)
         time.sleep(0.1)

@@ -17,7 +17,7 @@ import built  # noqa: F401
 import ds4
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, hear_interrupts
 from ds4 import Engine, Session
 from engine import bits
 from hypothesis import given, settings
@@ -739,6 +739,7 @@ def interrupted(program: str) -> list[str]:
         stderr=subprocess.PIPE,
         text=True,
         env={"PYTHONPATH": str(ROOT / "python")},
+        preexec_fn=hear_interrupts,
     )
     lines = []
     assert child.stdout and child.stderr
