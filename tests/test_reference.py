@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import reference
+from ds4 import gguf_write as gw
+from ds4 import synth
 from engine import Engine, Failed
 from fixtures import FIXTURES
 
@@ -24,6 +27,44 @@ def test_reference(data: Path, name: str) -> None:
     logits, streams = m.forward(prompt)
     assert np.abs(logits - np.load(data / name / "logits.npy")).max() < 1e-4
     assert np.abs(m.head(streams, prompt) - np.load(data / name / "head.npy")).max() < 1e-4
+
+
+# Every ratio's kind, each with hash routing and with scores, and a ratio that is neither 4 nor 128.
+EVERY_KIND = gw.Shape(
+    ratios=[4, 0, 128, 16, 4, 0, 128], hash_layers=3, vocab=300, width=64, heads=4, head_width=32, rotary=16, q_rank=32, o_groups=2,
+    o_rank=16, experts=6, experts_used=3, expert_width=32, window=24, index_heads=2, index_width=32, index_top_k=7, streams=3,
+    sinkhorn=5, context=512, yarn_original=64, clamp=2.0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def every_kind(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights in float32, and 300 random tokens: windows and rings wrap, the indexer must choose, two windows of 128."""
+    directory = tmp_path_factory.mktemp("every_kind")
+    types = synth.Types.all(gguf.GGMLQuantizationType.F32)
+    synth.make_target(directory / "target.gguf", EVERY_KIND, types, 5)
+    synth.make_head(directory / "head-ds4.gguf", EVERY_KIND, types, 6)
+    np.save(directory / "prompt.npy", np.random.default_rng(7).integers(0, EVERY_KIND.vocab, 300))
+    return directory
+
+
+def check_engine(directory: Path) -> None:
+    """Target and head in float32 against float64: what is left is rounding."""
+    m, prompt = model(directory), np.load(directory / "prompt.npy")
+    logits, streams = m.forward(prompt)
+    with Engine(directory / "target.gguf", directory / "head-ds4.gguf", kv_type="f32", prefill_chunk=512) as engine:
+        session = engine.session()
+        assert np.abs(session.eval_logits(prompt) - logits).max() < 5e-6 * np.abs(logits).max()
+        assert np.abs(session.head_logits(0, len(prompt) - 1) - m.head(streams, prompt)).max() < 5e-6 * np.abs(logits).max()
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_engine(data: Path, name: str) -> None:
+    check_engine(data / name)
+
+
+def test_engine_on_every_kind_of_layer(every_kind: Path) -> None:
+    check_engine(every_kind)
 
 
 def first_rows(m: reference.Model, prompt: np.ndarray) -> np.ndarray:
