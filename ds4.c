@@ -220,12 +220,15 @@ static uint64_t checksum(uint64_t h, const void *data, size_t n) {
  * A pool of workers that lives as long as the engine. pool_run splits n items into chunks; whoever is free claims the next
  * chunk, the calling thread included, and the call returns when all chunks are done. Who computes what never shows in the
  * result. A worker that is late (its core is busy elsewhere) claims nothing and is not waited for; one without work spins for
- * some microseconds, then sleeps.
+ * a while, longer than a pass has nothing for it, then sleeps. Handing a job out costs about a microsecond and waking a sleeper
+ * twenty, so small jobs stay with the caller, and sleepers are woken when they have missed more than that.
  * ========================================================================================================================== */
 
 typedef void (*job_fn)(void *ctx, int64_t begin, int64_t end, int thread);
 
-enum { SPINS = 1500, MAX_THREADS = 256, MAX_CHUNKS = 0xffff };
+enum { MAX_THREADS = 256, MAX_CHUNKS = 0xffff };
+/* In nanoseconds: a job worth handing out, a chunk of it, what a sleeper must have missed, and how long one spins. */
+enum { SPLIT_NS = 2500, CHUNK_NS = 800, WAKE_NS = 30000, SPIN_NS = 200000 };
 
 typedef struct pool pool;
 typedef struct {
@@ -245,6 +248,7 @@ struct pool {
     _Alignas(ALIGN) job_fn fn;
     void *ctx;
     int64_t n, grain;
+    int64_t missed;     /* nanoseconds of work that sleepers could have shared */
     pthread_mutex_t lock;
     pthread_cond_t wake, finished;
     worker workers[MAX_THREADS];
@@ -278,34 +282,41 @@ static bool pool_chunk(pool *p, int thread) {
     return true;
 }
 
+/* Spins until a job is on offer; false after SPIN_NS without one. */
+static bool pool_spin(const pool *p) {
+    for (double start = now_ms(); now_ms() - start < SPIN_NS * 1e-6;)
+        for (int i = 0; i < 32; i++) {
+            if (ticket_open(atomic_load(&p->ticket)) || atomic_load(&p->stop)) return true;
+            cpu_relax();
+        }
+    return false;
+}
+
+/* A woken worker wakes the next, so that the caller has one call to make. */
 static void *worker_main(void *arg) {
     worker *w = arg;
     pool *p = w->pool;
-    for (int idle = 0; !atomic_load(&p->stop);) {
-        if (pool_chunk(p, w->index)) idle = 0;
-        else if (++idle < SPINS) cpu_relax();
-        else {
-            pthread_mutex_lock(&p->lock);
-            atomic_fetch_add(&p->sleepers, 1);
-            while (!ticket_open(atomic_load(&p->ticket)) && !atomic_load(&p->stop)) pthread_cond_wait(&p->wake, &p->lock);
-            atomic_fetch_sub(&p->sleepers, 1);
-            pthread_mutex_unlock(&p->lock);
-            idle = 0;
-        }
+    while (!atomic_load(&p->stop)) {
+        if (pool_chunk(p, w->index) || pool_spin(p)) continue;
+        pthread_mutex_lock(&p->lock);
+        atomic_fetch_add(&p->sleepers, 1);
+        while (!ticket_open(atomic_load(&p->ticket)) && !atomic_load(&p->stop)) pthread_cond_wait(&p->wake, &p->lock);
+        if (atomic_fetch_sub(&p->sleepers, 1) > 1) pthread_cond_signal(&p->wake);
+        pthread_mutex_unlock(&p->lock);
     }
     return NULL;
 }
 
 static void pool_wake(pool *p) {
     pthread_mutex_lock(&p->lock);
-    pthread_cond_broadcast(&p->wake);
+    pthread_cond_signal(&p->wake);
     pthread_mutex_unlock(&p->lock);
 }
 
 static void pool_free(pool *p) {
     if (!p) return;
     atomic_store(&p->stop, true);
-    pool_wake(p);
+    pool_wake(p);       /* and each wakes the next */
     for (int i = 1; i < p->threads; i++) pthread_join(p->workers[i].thread, NULL);
     pthread_mutex_destroy(&p->lock);
     pthread_cond_destroy(&p->wake);
@@ -332,33 +343,53 @@ static pool *pool_new(int threads) {
     return p;
 }
 
-/* Runs fn over [0, n) in chunks of `grain` items (larger ones if there would be too many). */
-static void pool_run(pool *p, int64_t n, int64_t grain, job_fn fn, void *ctx) {
-    if (n <= 0) return;
-    if (grain < 1) grain = 1;
-    if (n / grain >= MAX_CHUNKS) grain = n / (MAX_CHUNKS - 1) + 1;
-    int64_t chunks = (n + grain - 1) / grain;
-    if (p->threads == 1 || chunks == 1) {
-        fn(ctx, 0, n, 0);
-        return;
-    }
-    p->fn = fn;
-    p->ctx = ctx;
-    p->n = n;
-    p->grain = grain;
-    atomic_store(&p->done, 0);
-    uint64_t generation = (atomic_load(&p->ticket) >> 32) + 1;
-    atomic_store(&p->ticket, generation << 32 | (uint64_t)chunks << 16);
-    if (atomic_load(&p->sleepers)) pool_wake(p);
-    while (pool_chunk(p, 0)) {}
-    for (int i = 0; i < SPINS && atomic_load(&p->done) < chunks; i++) cpu_relax();
-    if (atomic_load(&p->done) < chunks) {
+/* Waits until all chunks are done: others may be at their last one. */
+static void pool_finish(pool *p, int chunks) {
+    for (double start = now_ms(); atomic_load(&p->done) < chunks;) {
+        for (int i = 0; i < 32 && atomic_load(&p->done) < chunks; i++) cpu_relax();
+        if (now_ms() - start < SPIN_NS * 1e-6) continue;
         pthread_mutex_lock(&p->lock);
         atomic_store(&p->caller_sleeps, 1);
         while (atomic_load(&p->done) < chunks) pthread_cond_wait(&p->finished, &p->lock);
         atomic_store(&p->caller_sleeps, 0);
         pthread_mutex_unlock(&p->lock);
     }
+}
+
+/* Whether sleepers, if there are any, should be woken for a job of so many nanoseconds. */
+static bool pool_needs_sleepers(pool *p, int64_t ns) {
+    if (!atomic_load(&p->sleepers)) return false;
+    p->missed += ns;
+    if (p->missed < WAKE_NS) return false;
+    p->missed = 0;
+    return true;
+}
+
+/* Runs fn over [0, n), items that take about `ns` nanoseconds each. */
+static void pool_run(pool *p, int64_t n, int64_t ns, job_fn fn, void *ctx) {
+    if (n <= 0) return;
+    if (ns < 1) ns = 1;
+    bool wake = false;
+    if (p->threads == 1 || n == 1 || n * ns < SPLIT_NS ||
+        (!(wake = pool_needs_sleepers(p, n * ns)) && atomic_load(&p->sleepers) == p->threads - 1)) {
+        fn(ctx, 0, n, 0);
+        return;
+    }
+    int64_t chunk_ns = n * ns / (p->threads * 32);
+    if (chunk_ns < CHUNK_NS) chunk_ns = CHUNK_NS;
+    p->grain = (chunk_ns + ns / 2) / ns;
+    if (p->grain < 1) p->grain = 1;
+    if (n / p->grain >= MAX_CHUNKS) p->grain = n / (MAX_CHUNKS - 1) + 1;
+    int chunks = (int)((n + p->grain - 1) / p->grain);
+    p->fn = fn;
+    p->ctx = ctx;
+    p->n = n;
+    atomic_store(&p->done, 0);
+    uint64_t generation = (atomic_load(&p->ticket) >> 32) + 1;
+    atomic_store(&p->ticket, generation << 32 | (uint64_t)chunks << 16);
+    if (wake) pool_wake(p);
+    while (pool_chunk(p, 0)) {}
+    pool_finish(p, chunks);
 }
 
 /* The processors this process may run on. */
@@ -885,6 +916,7 @@ typedef struct kernels {
     /* e = exp(x - max); sum += e; out = fma(e, v, out) */
     void (*swiglu)(int64_t n, const float *gate, const float *up, float limit, float *out);
     void (*sigmoid)(int64_t n, const float *x, float *y);
+    void (*router_score)(int64_t n, const float *x, float *y);                  /* sqrt(softplus(x)) */
     void (*f16_load)(int64_t n, const uint16_t *x, float *y);
     void (*f16_store)(int64_t n, const float *x, uint16_t *y);                  /* half to even */
     void (*fp8_load)(int64_t n, const uint8_t *x, const uint8_t *e8m0, float *y);       /* n a multiple of 64 */
@@ -989,7 +1021,7 @@ ALWAYS_INLINE float f_exp(float x) {
 ALWAYS_INLINE float f_sigmoid(float x) { return 1.0f / (1.0f + f_exp(-x)); }
 
 /* e^x in double, for |x| < 700: tables made once, not inner loops. */
-static double d_exp(double x) {
+ALWAYS_INLINE double exp_body(double x) {
     static const double inverse_factorial[] = {
         1.0,        1.0,         1.0 / 2,      1.0 / 6,       1.0 / 24,       1.0 / 120,       1.0 / 720,
         1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800.0,
@@ -1004,8 +1036,10 @@ static double d_exp(double x) {
     return p * double_of((uint64_t)((int64_t)n + 1023) << 52);
 }
 
+static double d_exp(double x) { return exp_body(x); }
+
 /* ln x in double, for normal x > 0: x = 2^e m, ln m = 2 atanh((m-1)/(m+1)) by its series. */
-static double d_log(double x) {
+ALWAYS_INLINE double log_body(double x) {
     uint64_t u;
     memcpy(&u, &x, 8);
     if (!(x > 0) || (u >> 52) == 0x7ff)
@@ -1021,11 +1055,13 @@ static double d_log(double x) {
     return __builtin_fma((double)e, 0x1.62e42fef00000p-1, __builtin_fma((double)e, 0x1.473de6af278edp-34, 2.0 * s * p));
 }
 
+static double d_log(double x) { return log_body(x); }
+
 /* ln(1 + e^x), computed in double: the router's choice of experts hangs on it. */
-static float f_softplus(float x) {
+ALWAYS_INLINE float f_softplus(float x) {
     if (x != x || x > 60.0f) return x;
-    double e = d_exp(x > 0 ? -(double)x : (double)x), u = 1.0 + e;
-    double l = u == 1.0 ? e : d_log(u) * (e / (u - 1.0));               /* makes up for the rounding of 1 + e */
+    double e = exp_body(x > 0 ? -(double)x : (double)x), u = 1.0 + e;
+    double l = u == 1.0 ? e : log_body(u) * (e / (u - 1.0));              /* makes up for the rounding of 1 + e */
     return (float)(x > 0 ? (double)x + l : l);
 }
 
@@ -1394,6 +1430,10 @@ ALWAYS_INLINE void swiglu_body(int64_t n, const float *gate, const float *up, fl
 
 ALWAYS_INLINE void sigmoid_body(int64_t n, const float *x, float *y) {
     for (int64_t i = 0; i < n; i++) y[i] = f_sigmoid(x[i]);
+}
+
+ALWAYS_INLINE void router_score_body(int64_t n, const float *x, float *y) {
+    for (int64_t i = 0; i < n; i++) y[i] = sqrtf(f_softplus(x[i]));
 }
 
 ALWAYS_INLINE void f16_load_body(int64_t n, const uint16_t *x, float *y) {
@@ -2847,6 +2887,7 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
         swiglu_body(n, gate, up, limit, out);                                                                                  \
     }                                                                                                                          \
     attr static void sigmoid_##isa(int64_t n, const float *x, float *y) { sigmoid_body(n, x, y); }                             \
+    attr static void router_score_##isa(int64_t n, const float *x, float *y) { router_score_body(n, x, y); }                   \
     attr static void f16_load_##isa(int64_t n, const uint16_t *x, float *y) { load_f16(n, x, y); }                             \
     attr static void f16_store_##isa(int64_t n, const float *x, uint16_t *y) { store_f16(n, x, y); }                           \
     attr static void fp8_load_##isa(int64_t n, const uint8_t *x, const uint8_t *e, float *y) { fp8_load_body(n, x, e, y); }    \
@@ -2856,8 +2897,8 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
     static const kernels kernels_##isa = {                                                                                     \
         #isa,         mat_##isa,        quantise_##isa,    dequantise_##isa, dot_##isa,      axpy_##isa,                       \
         mix_##isa,    relu_sum_##isa,   sum_squares_##isa, scale_mul_##isa,  softmax_##isa,  softmax_step_##isa,               \
-        swiglu_##isa, sigmoid_##isa,    f16_load_##isa,    f16_store_##isa,  fp8_load_##isa, fp8_store_##isa,                  \
-        argmax_##isa, all_finite_##isa,                                                                                        \
+        swiglu_##isa, sigmoid_##isa,    router_score_##isa, f16_load_##isa,  f16_store_##isa, fp8_load_##isa,                  \
+        fp8_store_##isa, argmax_##isa,  all_finite_##isa,                                                                      \
     };
 
 KERNEL_SET(scalar, , quantise_32_body, f16_load_body, f16_store_body, mix_body)
@@ -4555,13 +4596,6 @@ static void input_set(input *in, const float *f, int rows) {
 
 static acts input_acts(const input *in, act_kind kind) { return (acts){in->n, in->f, in->q[kind], in->d[kind], in->sum[kind]}; }
 
-/* Runs fn over rows, alone when all of them cost less than waking a thread (`cost`: about a nanosecond a unit). */
-static void run_rows(const device *dev, int64_t rows, int64_t cost, job_fn fn, void *ctx) {
-    int64_t grain = cost > 0 ? 20000 / cost : rows;
-    int64_t fair = (rows + dev->pool->threads * 4 - 1) / (dev->pool->threads * 4);
-    pool_run(dev->pool, rows, grain > fair ? grain : fair, fn, ctx);
-}
-
 typedef struct {
     const device *dev;
     input *in;
@@ -4581,7 +4615,7 @@ static void quantise_rows(void *ctx, int64_t begin, int64_t end, int thread) {
 static void input_need(const device *dev, input *in, act_kind kind) {
     if (kind == ACT_FLOAT || in->ready[kind]) return;
     quantise_job job = {dev, in, kind};
-    run_rows(dev, in->rows, in->n / 8, quantise_rows, &job);
+    pool_run(dev->pool, in->rows, in->n / 8, quantise_rows, &job);
     in->ready[kind] = true;
 }
 
@@ -4629,30 +4663,38 @@ static void product_tiles(void *ctx, int64_t begin, int64_t end, int thread) {
     }
 }
 
-/* Computes a list of products as one job for the pool. */
+/* Nanoseconds that one output takes, roughly: few rows wait for the weight, many for the multiplications. */
+static int64_t output_ns(const product *p) { return p->m ? p->w->n_in * (p->m + 3) / 64 + 1 : 0; }
+
+/* Computes a list of products as one job for the pool, in tiles of outputs that take about the same time. */
 static void products(const device *dev, product *list, int count) {
-    int64_t total = 0, tiles = 0;
+    int64_t ns = 0, tiles = 0;
     for (int i = 0; i < count; i++) {
         if (list[i].m) input_need(dev, list[i].in, list[i].w->act);
-        total += list[i].n_out * list[i].w->n_in * list[i].m;
+        ns += list[i].n_out * output_ns(&list[i]);
     }
-    int64_t share = total / (dev->pool->threads * 8) + 1, least = 1 << 15;
-    if (share < least) share = least;
+    int64_t share = ns / (dev->pool->threads * 32);
+    if (share < CHUNK_NS) share = CHUNK_NS;
     for (int i = 0; i < count; i++) {
         product *p = &list[i];
-        int64_t each = p->w->n_in * (p->m ? p->m : 1), tile = (share / each + 3) / 4 * 4;
-        p->tile = tile < 4 ? 4 : tile > p->n_out ? p->n_out : tile;
+        int64_t step = p->m > 16 ? 16 : 4, tile = (share / (output_ns(p) + 1) / step + 1) * step;
+        p->tile = tile < p->n_out ? tile : p->n_out;
         p->first = tiles;
         tiles += (p->n_out + p->tile - 1) / p->tile;
     }
     products_job job = {dev, list, count};
-    pool_run(dev->pool, tiles, total < 2 * least ? tiles : 1, product_tiles, &job);
+    pool_run(dev->pool, tiles, ns / tiles, product_tiles, &job);
+}
+
+/* 1 / sqrt(mean(x^2) + eps) */
+static float rms_factor(const kernels *k, int64_t n, const float *x, float eps) {
+    float mean = k->sum_squares(n, x) / (float)n;
+    return 1.0f / sqrtf(mean + eps);
 }
 
 /* y = x / sqrt(mean(x^2) + eps) * weight (weight may be NULL). */
 static void rms_norm(const kernels *k, int64_t n, const float *x, const float *weight, float eps, float *y) {
-    float mean = k->sum_squares(n, x) / (float)n;
-    k->scale_mul(n, 1.0f / sqrtf(mean + eps), x, weight, y);
+    k->scale_mul(n, rms_factor(k, n, x, eps), x, weight, y);
 }
 
 /* cos and sin of pos * freq[i], (pairs, 2). */
@@ -4674,9 +4716,10 @@ static void rope(float *x, int pairs, const float *table, float direction) {
     }
 }
 
-/* From t = fn @ normalised streams: pre (n), post (n) and the mixing matrix (n, n) in place of it. */
-static void hyper_coefficients(const kernels *k, const hyper *h, int n, int iterations, float eps, float *t) {
+/* From t = fn @ streams and their rms_factor: pre (n), post (n) and the mixing matrix (n, n) in place of it. */
+static void hyper_coefficients(const kernels *k, const hyper *h, int n, int iterations, float eps, float factor, float *t) {
     float *c = t + 2 * n;
+    k->scale_mul(n * (2 + n), factor, t, NULL, t);
     for (int i = 0; i < n; i++) {
         t[i] = t[i] * h->scale[0] + h->base[i];
         t[n + i] = t[n + i] * h->scale[1] + h->base[n + i];
@@ -4930,7 +4973,6 @@ static int cache_new(cache *out, const config *c, int ratio, int ctx, int slack,
 typedef struct {
     int rows; /* the most rows of a pass */
     float *x, *x_next; /* (rows, n_streams * dim): the residual streams */
-    float *mix_in; /* (rows, n_streams * dim): normalised */
     float *mix; /* (rows, n_streams * (2 + n_streams)): pre, post, C */
     float *y, *out; /* (rows, dim): a sub-block's input and output */
     float *rope, *rope_compressed; /* (rows, rope_dim): cos and sin by pair */
@@ -5021,15 +5063,6 @@ typedef struct {
     const float *norm;
 } hyper_job;
 
-static void normalise_streams(void *ctx, int64_t begin, int64_t end, int thread) {
-    const hyper_job *j = ctx;
-    ds4_engine *e = j->p->e;
-    int64_t width = (int64_t)e->sizes.streams;
-    (void)thread;
-    for (int64_t r = begin; r < end; r++)
-        rms_norm(e->dev.k, width, e->s.x + r * width, NULL, e->model->c.norm_eps, e->s.mix_in + r * width);
-}
-
 static void mix_streams(void *ctx, int64_t begin, int64_t end, int thread) {
     const hyper_job *j = ctx;
     ds4_engine *e = j->p->e;
@@ -5040,9 +5073,9 @@ static void mix_streams(void *ctx, int64_t begin, int64_t end, int thread) {
     for (int64_t r = begin; r < end; r++) {
         float *t = e->s.mix + r * n * (2 + n), *y = e->s.y + r * c->dim;
         const float *x = e->s.x + r * n * c->dim;
-        hyper_coefficients(k, j->h, n, c->sinkhorn, c->hc_eps, t);
+        hyper_coefficients(k, j->h, n, c->sinkhorn, c->hc_eps, rms_factor(k, n * c->dim, x, c->norm_eps), t);
         k->scale_mul(c->dim, t[0], x, NULL, y);
-        for (int i = 1; i < n; i++) k->axpy(c->dim, t[i], x + i * c->dim, y);
+        k->mix(c->dim, t + 1, n, 1, x + c->dim, c->dim, n - 1, y);
         rms_norm(k, c->dim, y, j->norm, c->norm_eps, y);
     }
 }
@@ -5051,11 +5084,10 @@ static void mix_streams(void *ctx, int64_t begin, int64_t end, int thread) {
 static void hyper_enter(const pass *p, const hyper *h, const float *norm) {
     ds4_engine *e = p->e;
     hyper_job job = {p, h, norm};
-    run_rows(&e->dev, p->n, (int64_t)e->sizes.streams / 8, normalise_streams, &job);
-    input_set(&e->s.in_mix, e->s.mix_in, p->n);
-    product fn = product_of(&h->fn, &e->s.in_mix, e->s.mix);
+    input_set(&e->s.in_mix, e->s.x, p->n);
+    product fn = product_of(&h->fn, &e->s.in_mix, e->s.mix); /* of the streams as they are: their norm is a factor of the sums */
     products(&e->dev, &fn, 1);
-    run_rows(&e->dev, p->n, (int64_t)e->sizes.streams / 4 + 500, mix_streams, &job);
+    pool_run(e->dev.pool, p->n, (int64_t)e->sizes.streams / 4 + 500, mix_streams, &job);
     input_set(&e->s.in_y, e->s.y, p->n);
 }
 
@@ -5064,21 +5096,21 @@ static void add_streams(void *ctx, int64_t begin, int64_t end, int thread) {
     ds4_engine *e = p->e;
     const kernels *k = e->dev.k;
     int n = e->model->c.n_streams, dim = e->model->c.dim;
-    (void)thread;
     for (int64_t r = begin; r < end; r++) {
         const float *post = e->s.mix + r * n * (2 + n) + n, *c = post + n, *x = e->s.x + r * n * dim;
+        float *next = e->s.x_next + r * n * dim, *columns = e->s.thread_room[thread];
         for (int b = 0; b < n; b++) {
-            float *next = e->s.x_next + (r * n + b) * dim;
-            k->scale_mul(dim, post[b], e->s.out + r * dim, NULL, next);
-            for (int a = 0; a < n; a++) k->axpy(dim, c[a * n + b], x + a * dim, next);
+            k->scale_mul(dim, post[b], e->s.out + r * dim, NULL, next + b * dim);
+            for (int a = 0; a < n; a++) columns[b * n + a] = c[a * n + b];
         }
+        k->mix(dim, columns, n, n, x, dim, n, next);
     }
 }
 
 /* X'_b = post_b * out + sum_a C[a,b] X_a. */
 static void hyper_leave(pass *p) {
     ds4_engine *e = p->e;
-    run_rows(&e->dev, p->n, (int64_t)e->sizes.streams * e->model->c.n_streams / 8, add_streams, p);
+    pool_run(e->dev.pool, p->n, (int64_t)e->sizes.streams / 4, add_streams, p);
     float *swap = e->s.x;
     e->s.x = e->s.x_next;
     e->s.x_next = swap;
@@ -5147,13 +5179,13 @@ static void project(const pass *p) {
         list[n++] = product_of(&l->index_w, &s->in_y, s->index_w);
     }
     products(&e->dev, list, n);
-    run_rows(&e->dev, p->n, c->q_rank / 8, norm_qr, (void *)(uintptr_t)p);
+    pool_run(e->dev.pool, p->n, c->q_rank / 8, norm_qr, (void *)(uintptr_t)p);
     input_set(&s->in_qr, s->qr, p->n);
     n = 0;
     list[n++] = product_of(&l->q_b, &s->in_qr, s->q);
     if (l->ratio == 4) list[n++] = product_of(&l->index_q, &s->in_qr, s->index_q);
     products(&e->dev, list, n);
-    run_rows(&e->dev, p->n, (int64_t)c->n_heads * c->head_dim / 4, finish_q_kv, (void *)(uintptr_t)p);
+    pool_run(e->dev.pool, p->n, (int64_t)c->n_heads * c->head_dim / 4, finish_q_kv, (void *)(uintptr_t)p);
     store_kv(p);
 }
 
@@ -5201,19 +5233,31 @@ static void emit_windows(void *ctx, int64_t begin, int64_t end, int thread) {
         if ((j->p->rows[r].position + 1) % j->p->l->ratio == 0) emit_window(j, (int)r, j->p->e->s.thread_room[thread]);
 }
 
-/* All rows go into the rings first; then the windows that end among them are emitted. */
-static void compress(const pass *p, const compressor *comp, bool index, const float *kv, const float *gate) {
+/* Rows into the rings, ape added to the gate. */
+static void keep_projections(void *ctx, int64_t begin, int64_t end, int thread) {
+    const compressor_job *j = ctx;
+    const pass *p = j->p;
+    const compressor *comp = j->comp;
+    const bool index = j->index;
+    const float *kv = index ? p->e->s.index_kv : p->e->s.comp_kv, *gate = index ? p->e->s.index_gate : p->e->s.comp_gate;
     int64_t stride = (int64_t)comp->parts * comp->width;
-    for (int r = 0; r < p->n; r++) {
-        const cache *to = row_cache(p, r);
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) {
+        const cache *to = row_cache(p, (int)r);
         int64_t slot = p->rows[r].position % to->comp_ring * stride;
         const float *ape = comp->ape + p->rows[r].position % to->ratio * stride;
         float *to_kv = (index ? to->index_kv : to->kv) + slot, *to_gate = (index ? to->index_gate : to->gate) + slot;
         memcpy(to_kv, kv + r * stride, (size_t)stride * sizeof *kv);
         for (int64_t i = 0; i < stride; i++) to_gate[i] = gate[r * stride + i] + ape[i];
     }
+}
+
+/* All rows go into the rings first; then the windows that end among them are emitted. */
+static void compress(const pass *p, const compressor *comp, bool index) {
+    int64_t stride = (int64_t)comp->parts * comp->width;
     compressor_job job = {p, comp, index};
-    run_rows(&p->e->dev, p->n, stride * 8, emit_windows, &job);
+    pool_run(p->e->dev.pool, p->n, stride / 4, keep_projections, &job);
+    pool_run(p->e->dev.pool, p->n, stride / 2, emit_windows, &job);
 }
 
 /* ---- indexer ---- */
@@ -5285,14 +5329,15 @@ static void pick_windows(const pass *p) {
     bool any = false;
     for (int r = 0; r < p->n; r++) any |= picks_windows(p, r);
     if (!any) return;
-    run_rows(&e->dev, p->n, e->model->c.index_heads * 32, rotate_index_q, (void *)(uintptr_t)p);
+    pool_run(e->dev.pool, p->n, e->model->c.index_heads * 32, rotate_index_q, (void *)(uintptr_t)p);
     for (int first = 0; first < p->n; first += e->s.index_group) {
         index_job job = {p, first, min_int(e->s.index_group, p->n - first), 0};
         int most = 0;
         for (int r = first; r < first + job.rows; r++) most = max_int(most, visible_windows(p, r));
         job.tiles = (most + INDEX_TILE - 1) / INDEX_TILE;
-        pool_run(e->dev.pool, (int64_t)job.rows * job.tiles, 1, score_windows, &job);
-        pool_run(e->dev.pool, job.rows, 1, select_windows, &job);
+        int64_t tile_ns = (int64_t)INDEX_TILE * e->model->c.index_heads * e->model->c.index_dim / 32;
+        pool_run(e->dev.pool, (int64_t)job.rows * job.tiles, tile_ns, score_windows, &job);
+        pool_run(e->dev.pool, job.rows, most * 5, select_windows, &job);
     }
 }
 
@@ -5377,9 +5422,9 @@ static void attention(const pass *p) {
     const config *c = &e->model->c;
     scratch *s = &e->s;
     project(p);
-    if (p->l->ratio > 0) compress(p, &p->l->comp, false, s->comp_kv, s->comp_gate);
+    if (p->l->ratio > 0) compress(p, &p->l->comp, false);
     if (p->l->ratio == 4) {
-        compress(p, &p->l->index, true, s->index_kv, s->index_gate);
+        compress(p, &p->l->index, true);
         pick_windows(p);
     }
     /* Pieces of at least 8 heads, so that unpacking the rows seen stays cheap beside what is done with them. */
@@ -5387,7 +5432,7 @@ static void attention(const pass *p) {
     attention_job job = {p, groups, (c->n_heads + groups - 1) / groups};
     int64_t work = 0;
     for (int r = 0; r < p->n; r++) work += (int64_t)row_view(p, r).rows * c->n_heads * c->head_dim / 16;
-    pool_run(e->dev.pool, (int64_t)p->n * groups, work < 20000 ? (int64_t)p->n * groups : 1, attend, &job);
+    pool_run(e->dev.pool, (int64_t)p->n * groups, work / (p->n * groups), attend, &job);
     int lows = c->o_groups * c->o_rank;
     input_set(&s->in_heads, s->attended, p->n * c->o_groups);
     for (int g = 0; g < c->o_groups; g++) {
@@ -5410,14 +5455,16 @@ static void attention(const pass *p) {
 
 /* ---- MoE ---- */
 
-static void route(const pass *p) {
+static void route(void *ctx, int64_t begin, int64_t end, int thread) {
+    const pass *p = ctx;
     ds4_engine *e = p->e;
     const config *c = &e->model->c;
     scratch *s = &e->s;
-    for (int r = 0; r < p->n; r++) {
-        float *score = s->scores + (int64_t)r * c->n_experts, *weight = s->pick_weights + (int64_t)r * c->n_used, sum = 0;
-        int32_t *pick = s->picks + (int64_t)r * c->n_used;
-        for (int i = 0; i < c->n_experts; i++) score[i] = sqrtf(f_softplus(score[i]));
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) {
+        float *score = s->scores + r * c->n_experts, *weight = s->pick_weights + r * c->n_used, sum = 0;
+        int32_t *pick = s->picks + r * c->n_used;
+        e->dev.k->router_score(c->n_experts, score, score);
         if (p->l->hash) memcpy(pick, p->l->hash + (int64_t)p->rows[r].token * c->n_used, (size_t)c->n_used * sizeof *pick);
         else pick_experts(c->n_experts, score, p->l->router_bias, c->n_used, pick);
         for (int k = 0; k < c->n_used; k++) sum += weight[k] = score[pick[k]];
@@ -5502,7 +5549,7 @@ static void moe(const pass *p) {
     scratch *s = &e->s;
     product router = product_of(&l->router, &s->in_y, s->scores);
     products(&e->dev, &router, 1);
-    route(p);
+    pool_run(e->dev.pool, p->n, (int64_t)c->n_experts * (16 + c->n_used), route, (void *)(uintptr_t)p);
     group_by_expert(p);
     int slots = p->n * c->n_used, n = 0;
     n += expert_products(p, &l->gate, &s->in_y, s->slot_rows, s->gate, s->list);
@@ -5512,8 +5559,8 @@ static void moe(const pass *p) {
     products(&e->dev, s->list, n);
     swiglu_job routed = {e->dev.k, l->ff, s->gate, s->up, l->clamp},
                shared = {e->dev.k, l->shared_ff, s->shared_gate, s->shared_up, l->clamp_shared};
-    run_rows(&e->dev, slots, l->ff, swiglu_rows, &routed);
-    run_rows(&e->dev, p->n, l->shared_ff, swiglu_rows, &shared);
+    pool_run(e->dev.pool, slots, l->ff / 2, swiglu_rows, &routed);
+    pool_run(e->dev.pool, p->n, l->shared_ff / 2, swiglu_rows, &shared);
     s->in_act.n = l->ff;
     s->in_shared.n = l->shared_ff;
     input_set(&s->in_act, s->gate, slots);
@@ -5521,7 +5568,7 @@ static void moe(const pass *p) {
     n = expert_products(p, &l->down, &s->in_act, s->iota, s->down, s->list);
     s->list[n++] = product_of(&l->shared_down, &s->in_shared, s->out);
     products(&e->dev, s->list, n);
-    run_rows(&e->dev, p->n, (int64_t)c->dim * (c->n_used + 1) / 8, add_experts, (void *)(uintptr_t)p);
+    pool_run(e->dev.pool, p->n, (int64_t)c->dim * (c->n_used + 1) / 8, add_experts, (void *)(uintptr_t)p);
 }
 
 /* ---- the pass ---- */
@@ -5535,15 +5582,6 @@ static void block(pass *p) {
     hyper_leave(p);
 }
 
-static void rope_rows(const pass *p) {
-    const model *m = p->e->model;
-    int pairs = m->c.rope_dim / 2;
-    for (int r = 0; r < p->n; r++) {
-        rope_table(m->freq, pairs, p->rows[r].position, p->e->s.rope + (int64_t)r * m->c.rope_dim);
-        rope_table(m->freq_compressed, pairs, p->rows[r].position, p->e->s.rope_compressed + (int64_t)r * m->c.rope_dim);
-    }
-}
-
 static void embed_row(const ds4_engine *e, int token, float *out) {
     const matrix *w = &e->model->embed;
     e->dev.k->dequantise(w->type, w->n_in, w->data + (size_t)token * w->stride, out);
@@ -5553,23 +5591,46 @@ static float *session_streams(const ds4_session *s, int position) {
     return s->streams + (size_t)(position % s->stream_ring) * s->engine->sizes.streams;
 }
 
+static void rope_rows(const pass *p) {
+    const model *m = p->e->model;
+    int pairs = m->c.rope_dim / 2;
+    for (int r = 0; r < p->n; r++) {
+        rope_table(m->freq, pairs, p->rows[r].position, p->e->s.rope + (int64_t)r * m->c.rope_dim);
+        rope_table(m->freq_compressed, pairs, p->rows[r].position, p->e->s.rope_compressed + (int64_t)r * m->c.rope_dim);
+    }
+}
+
+/* Every stream begins as the token's embedding. */
+static void embed_rows(void *ctx, int64_t begin, int64_t end, int thread) {
+    const pass *p = ctx;
+    const config *c = &p->e->model->c;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) {
+        float *x = p->e->s.x + (size_t)r * p->e->sizes.streams;
+        embed_row(p->e, p->rows[r].token, x);
+        for (int i = 1; i < c->n_streams; i++) memcpy(x + (size_t)i * (size_t)c->dim, x, (size_t)c->dim * sizeof *x);
+    }
+}
+
+static void keep_streams(void *ctx, int64_t begin, int64_t end, int thread) {
+    const pass *p = ctx;
+    size_t streams = p->e->sizes.streams;
+    (void)thread;
+    for (int64_t r = begin; r < end; r++)
+        memcpy(session_streams(p->rows[r].s, p->rows[r].position), p->e->s.x + (size_t)r * streams, streams * sizeof(float));
+}
+
 /* Runs rows through the target. Their streams stay in scratch (row r at e->s.x) and in each session's ring. */
 static void forward(ds4_engine *e, const pass_row *rows, int n) {
     const config *c = &e->model->c;
     pass p = {.e = e, .rows = rows, .n = n};
-    for (int r = 0; r < n; r++) {
-        float *x = e->s.x + (size_t)r * e->sizes.streams;
-        embed_row(e, rows[r].token, x);
-        for (int i = 1; i < c->n_streams; i++) memcpy(x + (size_t)i * (size_t)c->dim, x, (size_t)c->dim * sizeof *x);
-    }
+    pool_run(e->dev.pool, n, (int64_t)e->sizes.streams / 8, embed_rows, &p);
     rope_rows(&p);
     for (p.index = 0; p.index < c->n_layers; p.index++) {
         p.l = &e->model->layers[p.index];
         block(&p);
     }
-    for (int r = 0; r < n; r++)
-        memcpy(session_streams(rows[r].s, rows[r].position), e->s.x + (size_t)r * e->sizes.streams,
-               e->sizes.streams * sizeof(float));
+    pool_run(e->dev.pool, n, (int64_t)e->sizes.streams / 8, keep_streams, &p);
 }
 
 /* What the output matrix takes, for n rows from their streams x (n, n_streams * dim): collapse, norm; into in_y. */
@@ -5577,19 +5638,18 @@ static void collapse(ds4_engine *e, const float *x, int n, const hyper *h, const
     const config *c = &e->model->c;
     const kernels *k = e->dev.k;
     scratch *s = &e->s;
-    for (int r = 0; r < n; r++)
-        rms_norm(k, (int64_t)e->sizes.streams, x + (size_t)r * e->sizes.streams, NULL, c->norm_eps,
-                 s->mix_in + (size_t)r * e->sizes.streams);
-    input_set(&s->in_mix, s->mix_in, n);
+    input_set(&s->in_mix, x, n);
     product fn = product_of(&h->fn, &s->in_mix, s->mix);
     products(&e->dev, &fn, 1);
     for (int r = 0; r < n; r++) {
         float *w = s->mix + (int64_t)r * c->n_streams, *y = s->y + (int64_t)r * c->dim;
         const float *streams = x + (size_t)r * e->sizes.streams;
-        for (int i = 0; i < c->n_streams; i++) w[i] = w[i] * h->scale[0] + h->base[i];
+        float factor = rms_factor(k, (int64_t)e->sizes.streams, streams, c->norm_eps);
+        for (int i = 0; i < c->n_streams; i++) w[i] = w[i] * factor * h->scale[0] + h->base[i];
         k->sigmoid(c->n_streams, w, w);
-        k->scale_mul(c->dim, w[0] + c->hc_eps, streams, NULL, y);
-        for (int i = 1; i < c->n_streams; i++) k->axpy(c->dim, w[i] + c->hc_eps, streams + (int64_t)i * c->dim, y);
+        for (int i = 0; i < c->n_streams; i++) w[i] += c->hc_eps;
+        k->scale_mul(c->dim, w[0], streams, NULL, y);
+        k->mix(c->dim, w + 1, c->n_streams, 1, streams + c->dim, c->dim, c->n_streams - 1, y);
         rms_norm(k, c->dim, y, norm, c->norm_eps, y);
     }
     input_set(&s->in_y, s->y, n);
@@ -5652,7 +5712,6 @@ static int scratch_new(scratch *s, const config *c, int rows, int threads, int c
         size_t count;
     } floats[] = {{&s->x, n * streams},
                   {&s->x_next, n * streams},
-                  {&s->mix_in, n * streams},
                   {&s->mix, n * (size_t)(c->n_streams * (2 + c->n_streams))},
                   {&s->y, n * dim},
                   {&s->out, n * dim},
@@ -6109,7 +6168,7 @@ static void draft_logits(ds4_engine *e, int m, float *out) {
     }
     for (int64_t i = 0; i < (int64_t)m * V; i++) out[i] = FORBIDDEN;
     listed_job job = {e, m, out};
-    pool_run(e->dev.pool, n, (1 << 17) / w->output.n_in + 1, listed_logits, &job);
+    pool_run(e->dev.pool, n, w->output.n_in * (m + 3) / 64, listed_logits, &job);
     for (int i = 0; i < m && m > 1; i++)
         for (int k = 0; k < n; k++) {
             int id = e->listed[k];

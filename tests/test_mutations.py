@@ -91,10 +91,9 @@ MUTANTS = {
         "memcpy(c->s->logits, i ? out - V : out, count * V * sizeof *out);",
     ),
     "streams not kept": (
-        """memcpy(session_streams(rows[r].s, rows[r].position), e->s.x + (size_t)r * e->sizes.streams,
-               e->sizes.streams * sizeof(float));""",
-        """if (r == 0) memcpy(session_streams(rows[r].s, rows[r].position), e->s.x + (size_t)r * e->sizes.streams,
-               e->sizes.streams * sizeof(float));""",
+        "memcpy(session_streams(p->rows[r].s, p->rows[r].position), p->e->s.x + (size_t)r * streams, streams * sizeof(float));",
+        "if (r == 0) "
+        "memcpy(session_streams(p->rows[r].s, p->rows[r].position), p->e->s.x + (size_t)r * streams, streams * sizeof(float));",
     ),
 }
 
