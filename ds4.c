@@ -284,7 +284,7 @@ static bool pool_chunk(pool *p, int thread) {
 
 /* Spins until a job is on offer; false after SPIN_NS without one. */
 static bool pool_spin(const pool *p) {
-    for (double start = now_ms(); now_ms() - start < SPIN_NS * 1e-6;)
+    for (double start = now_ms(); now_ms() - start < (double)SPIN_NS * 1e-6;)
         for (int i = 0; i < 32; i++) {
             if (ticket_open(atomic_load(&p->ticket)) || atomic_load(&p->stop)) return true;
             cpu_relax();
@@ -347,7 +347,7 @@ static pool *pool_new(int threads) {
 static void pool_finish(pool *p, int chunks) {
     for (double start = now_ms(); atomic_load(&p->done) < chunks;) {
         for (int i = 0; i < 32 && atomic_load(&p->done) < chunks; i++) cpu_relax();
-        if (now_ms() - start < SPIN_NS * 1e-6) continue;
+        if (now_ms() - start < (double)SPIN_NS * 1e-6) continue;
         pthread_mutex_lock(&p->lock);
         atomic_store(&p->caller_sleeps, 1);
         while (atomic_load(&p->done) < chunks) pthread_cond_wait(&p->finished, &p->lock);

@@ -312,6 +312,7 @@ class Pair:
     def own_drafts(self) -> None:
         """By the head, by lookup, by whichever is likelier; as many as asked for, or as pay."""
         self.fast.set_lookup(int(self.rng.choice([0, 2, 9])))
+        self.fast.costs(1, 0.05)  # so that what is drafted does not depend on the clock
         self.fast.set_mtp(int(self.rng.integers(-1, 6)), float(self.rng.choice([0, 3])))
         self.fast.step(self.start(), int(self.rng.integers(1, 8)))
 
@@ -332,6 +333,7 @@ class Pair:
         token, other = self.start(), self.tokens(int(self.rng.integers(1, 30)))
         drafts, right = self.drafts(token, 5)
         self.fast.set_mtp(5, 0)
+        self.fast.set_lookup(0)
         self.fast.script([*self.fast.tokens, token, *drafts])
         asked = [(self.companion, other if len(other) > 9 else other[:1], 0 if len(other) > 9 else 4), (self.fast, [token], 9)]
         before = self.fast.position
@@ -381,7 +383,12 @@ class Pair:
                 "top_p": float(rng.choice([1, 0.8])),
             }
         if rng.random() < 0.5:
-            self.options |= {"frequency_penalty": 0.3, "penalty_from": int(rng.integers(0, 100)), "bias": {3: 1.5, 8: -np.inf}}
+            recent = max(0, self.fast.position - int(rng.integers(0, 30)))  # few tokens count, so that one too many shows
+            self.options |= {
+                "frequency_penalty": float(rng.choice([1.5, -4])),
+                "penalty_from": recent,
+                "bias": {3: 1.5, 8: -np.inf},
+            }
         for s in (self.fast, self.plain):
             s.set_gen(**self.options)
 
@@ -426,7 +433,7 @@ class Pair:
             action = actions[int(self.rng.choice(len(actions), p=likely / likely.sum()))] if self.fast.position else self.prompt
             action()
             self.follow()
-            if self.rng.random() < 0.7:
+            if self.rng.random() < 0.6:
                 self.compare(action.__name__)
 
 
