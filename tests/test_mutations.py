@@ -74,7 +74,7 @@ MUTANTS = {
         "if (!joined) s->head_from = s->head_to = to;",
     ),
     "floor left behind a kept part of a step": ("s->floor = s->step_floor;", "(void)0;"),
-    "refused drafts left in the penalties": (
+    "tokens taken back left in the penalties": (
         "if (s->by.counts) count_to(s, &s->by, min_int(s->by.counted, s->position));",
         "if (s->by.counts) count_to(s, &s->by, s->by.counted);",
     ),
@@ -144,6 +144,20 @@ for name in ("tiny", "odd"):
         for s in (own, other):
             s.eval([7, 9, 11])
         assert np.array_equal(own.head_logits(171, 172), other.head_logits(171, 172))
+        said, fresh = text.session(e, 60), text.session(e, 60)
+        for s in (said, fresh):
+            s.set_mtp(0, 0)
+            s.set_gen(temperature=0, frequency_penalty=9, penalty_from=60)
+        for _ in range(8):
+            said.step(said.next(), 1)
+        said.next()
+        said.rewind(60)             # what was taken back counts no more
+        for s in (said, fresh):
+            s.eval([7, 9, 11])
+        for _ in range(30):
+            assert said.next() == fresh.next()
+            for s in (said, fresh):
+                s.step(s.next(), 1)
         near = text.session(e, 60)
         near.set_mtp(2, 0)
         for _ in range(20):     # a runner-up is no match
