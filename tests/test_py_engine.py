@@ -159,6 +159,9 @@ def test_generate(engine: Engine) -> None:
     """All ways to the same text; what they say about it."""
     text = engine.generate(TEXT, max_tokens=50)
     plain = engine.generate(TEXT, max_tokens=50, speculative_depth=0)
+    for depth, lookup in (("auto", 0), ("auto", 8), (3, 4)):
+        again = engine.generate(TEXT, max_tokens=50, speculative_depth=depth, draft_lookup=lookup)
+        assert again.tokens == plain.tokens
     assert text == plain and text.tokens == plain.tokens and len(text.tokens) == 50 and text.finish_reason == "length"
     assert engine.detokenize(text.tokens) == text == text.text and type(text.text) is str
     parts = list(engine.stream(TEXT, max_tokens=50))
