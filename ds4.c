@@ -6908,7 +6908,7 @@ static void choose_drafter(cycle *c, int others) {
     if (c->automatic) {
         pace_depth(s->pace, &c->w, s->drafter ? c->room : 0);
         if (c->guesses) n = pace_lookup(s->pace, &c->w, c->match, c->guesses);
-    } else if (!s->drafter || lookup_chance(s->pace, c->match, 0) > c->w.place[0]) n = c->guesses;
+    } else if (c->guesses && (!s->drafter || lookup_chance(s->pace, c->match, 0) > c->w.place[0])) n = c->guesses;
     for (int i = 0; i < n; i++) add_draft(c, c->guess[i], NAN);
     c->looked_up = n > 0;
     c->ended = n > 0 || !s->drafter || (c->automatic && !pace_go_on(s->pace, &c->w, 0, 1, c->room));

@@ -48,6 +48,29 @@ static void plainly(const char *target, const int *tokens, int next) {
     ds4_engine_free(engine);
 }
 
+/* Head and lookup together, at a fixed depth and at the one that pays: where nothing was said before, and where it was. */
+static void with_lookup(const char *target, const char *head, const int *tokens) {
+    ds4_cfg cfg = ds4_default_cfg();
+    cfg.model_path = target;
+    cfg.mtp_path = head;
+    cfg.mtp_margin = 0;
+    cfg.draft_lookup = 8;
+    ds4_engine *engine = ds4_engine_new(&cfg);
+    EXPECT(engine);
+    for (int draft = DS4_DRAFT_AUTO; draft <= 2; draft += 3) {
+        ds4_session *sess = ds4_engine_open_session(engine);
+        EXPECT(ds4_session_set_stops(sess, NULL, 0, true) == 0 && ds4_session_set_mtp(sess, draft, 0) == 0);
+        for (int n = 0, token = 0, out[8]; n < 40; token = ds4_session_argmax(sess)) {
+            int got = ds4_session_step(sess, token, n < 33 ? 8 : 1, out);
+            EXPECT(got > 0 && memcmp(out, tokens + n, (size_t)(got > 0 ? got : 0) * sizeof *out) == 0);
+            if (got <= 0) break;
+            n += got;
+        }
+        ds4_session_free(sess);
+    }
+    ds4_engine_free(engine);
+}
+
 static void failures_are_reported(const char *target, const char *head) {
     ds4_cfg cfg = ds4_default_cfg();
     EXPECT(ds4_engine_new(&cfg) == NULL && strstr(ds4_last_error(), "model_path"));
@@ -87,6 +110,7 @@ int main(int argc, char **argv) {
     int tokens[100] = {0}, next = -1;
     shown_program(argv[1], argv[2], tokens, &next);
     plainly(argv[1], tokens, next);
+    with_lookup(argv[1], argv[2], tokens);
     failures_are_reported(argv[1], argv[2]);
     printf("test_api: %s\n", failures ? "FAILED" : "ok");
     return failures ? 1 : 0;
