@@ -57,6 +57,15 @@ DOC_MODULES = ds4 ds4.engine ds4.model ds4.sampling ds4.batch ds4.generation ds4
 docs: extension
 	cd python && $(abspath $(PYTHON)) -W error -m pdoc -o $(abspath $(DOCS)) $(DOC_MODULES)
 
+# ---- measuring ----
+
+build/read_speed: tests/measure/read_speed.c | build
+	$(BUILD) $< -o $@
+
+# Speeds beside a peer's on the same files; docs/performance.md. $(PYTHON) needs numpy, gguf and click; BENCH="--help" says more.
+bench: extension build/read_speed
+	PYTHONPATH=python:tests $(PYTHON) -m measure $(BENCH)
+
 # ---- tests ----
 
 # The engine with its insides reachable, for the Python tests; the C program of the documentation, against the library.
@@ -139,7 +148,7 @@ check-memory: build/test_api
 	else echo "clang-19: not installed"; fi
 
 # What the tests run, compiled two at a time: each holds all of ds4.c.
-TEST_PROGRAMS = build/hooks.so build/hooks_faults.so build/test_api build/test_api_shared build/test_threads build/hostile build/hostile_plain
+TEST_PROGRAMS = build/hooks.so build/hooks_faults.so build/test_api build/test_api_shared build/test_threads build/hostile build/hostile_plain build/read_speed
 
 test: $(VENV)/ready
 	@$(MAKE) -j2 -O all $(TEST_PROGRAMS) extension PYTHON=$(VENV)/bin/python
@@ -158,4 +167,4 @@ demo: all
 clean:
 	rm -rf build ds4 libds4.a libds4.so python/ds4/_ds4.abi3.so
 
-.PHONY: all install extension docs fuzz $(FUZZERS:%=fuzz-%) check-tsan check-c check-portable check-memory check-deep test demo clean
+.PHONY: all install extension docs bench fuzz $(FUZZERS:%=fuzz-%) check-tsan check-c check-portable check-memory check-deep test demo clean

@@ -37,7 +37,7 @@ def test_ruff() -> None:
 
 
 def test_mypy() -> None:
-    done = check("mypy", "--strict", "python/ds4", "setup.py")
+    done = check("mypy", "--strict", "python/ds4", "tests/measure", "setup.py")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

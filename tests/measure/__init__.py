@@ -1,0 +1,1 @@
+"""`python -m measure`: ds4 beside a peer on the same files, in turns, and both beside what memory allows. See docs/performance.md."""
