@@ -30,6 +30,7 @@ ffi.cdef(
     hook_script *hook_script_new(ds4_session *s, const int *text, int n, int wrong);
     void hook_script_free(ds4_session *s, hook_script *script);
     void hook_raw_row(const ds4_session *s, int layer, int position, float *out);
+    void hook_stretch(ds4_session *s, int position);
     typedef struct hook_pace hook_pace;
     hook_pace *hook_pace_new(void);
     void hook_pace_free(hook_pace *h);
@@ -119,7 +120,9 @@ class Session:
     """A session of an engine. Its engine closes it at the latest."""
 
     def __init__(self, engine: Engine, p: Any) -> None:
-        self.engine, self.p, self.scripts, self.gen = engine, p, [], []
+        self.engine, self.p = engine, p
+        self.scripts: list[Any] = []
+        self.gen: list[Any] = []
         self.room = ffi.new("int[]", 1 << 15)
 
     def close(self) -> None:
@@ -148,7 +151,8 @@ class Session:
     def logits(self) -> np.ndarray:
         """float32 [V], a copy."""
         p = check(lib.ds4_session_logits(self.p))
-        return np.frombuffer(ffi.buffer(p, 4 * self.engine.vocab), np.float32).copy()
+        out: np.ndarray = np.frombuffer(ffi.buffer(p, 4 * self.engine.vocab), np.float32).copy()
+        return out
 
     def argmax(self) -> int:
         return int(check(lib.ds4_session_argmax(self.p)))
@@ -243,6 +247,11 @@ class Session:
         out = np.empty(width, np.float32)
         lib.hook_raw_row(self.p, layer, position, ffi.from_buffer("float[]", out))
         return out
+
+    def stretch(self, position: int) -> None:
+        """On to a position without reading: the compressed rows there are those that it has, over and over."""
+        assert 0 < self.position <= position <= lib.ds4_session_ctx(self.p)
+        lib.hook_stretch(self.p, position)
 
     @property
     def position(self) -> int:

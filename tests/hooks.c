@@ -57,6 +57,39 @@ void hook_raw_row(const ds4_session *s, int at_layer, int position, float *out) 
     kv_load(e->dev.k, &e->model->c, e->kv_type, c->raw + (size_t)(position % c->ring) * e->sizes.kv_row, out);
 }
 
+/* ---- long contexts ---- */
+
+/* Some bits of a number, all of them different for the next one. */
+static uint8_t hook_bits(size_t i) { return (uint8_t)((uint64_t)i * 0x9e3779b97f4a7c15u >> 60); }
+
+/* Takes a session from where it is to `position` without reading anything: its tokens and compressed rows come again, index
+ * rows with other low bits, so that their scores differ. What it goes on with means nothing, but costs what it costs there. */
+void hook_stretch(ds4_session *s, int position);
+void hook_stretch(ds4_session *s, int position) {
+    const row_sizes *sizes = &s->engine->sizes;
+    int held = s->position;
+    for (int p = held; p < position; p++) s->tokens[p] = s->tokens[p % held];
+    for (int i = 0; i < s->engine->model->c.n_layers; i++) {
+        cache *k = &s->caches[i];
+        if (!k->ratio) continue;
+        size_t have = (size_t)(held / k->ratio), rows = (size_t)(position / k->ratio);
+        for (size_t w = have; w < rows; w++) {
+            memcpy(k->rows + w * sizes->kv_row, k->rows + w % have * sizes->kv_row, sizes->kv_row);
+            if (k->ratio != 4) continue;
+            uint8_t *row = k->index_rows + w * sizes->index_row;
+            memcpy(row, k->index_rows + w % have * sizes->index_row, sizes->index_row);
+            for (size_t b = 0; b < sizes->index_row; b += 2) row[b] ^= hook_bits(w * sizes->index_row + b);
+        }
+    }
+    s->position = s->written = position;
+    s->floor = max_int(0, position - s->max_rewind);
+    s->streams_from = max_int(0, s->floor - s->stream_need);
+    s->head_from = s->head_to = 0;
+    s->logits_row = -1;
+    s->step_rows = 0;
+    session_settle(s);
+}
+
 #ifdef DS4_FAULTS
 /* Makes the n-th request to the system from now fail (n < 0: none); what is left of the countdown; blocks not freed. */
 void hook_fault_set(long n);

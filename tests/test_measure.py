@@ -12,14 +12,16 @@ from pathlib import Path
 
 import built  # noqa: F401
 import click
+import numpy as np
 import pytest
 from conftest import ROOT, make
 from ds4 import Engine, gguf_write, synth
 from gguf import GGMLQuantizationType as Type
-from measure import figures, files, parts, peer
+from measure import figures, files, flash, more, parts, peer
 from measure.figures import Figure, Report
 from measure.files import Model
 from measure.ours import Ours
+from measure.peer import Peer
 
 SHAPE = gguf_write.Shape(
     ratios=[0, 4, 128], vocab=640, width=64, heads=4, head_width=32, rotary=16, q_rank=32, o_groups=2, o_rank=32, experts=8,
@@ -133,7 +135,7 @@ def test_our_side(ours: Ours) -> None:
 
 
 SPEEDS = [
-    {"n_prompt": 256, "n_gen": 0, "avg_ts": 20.5, "samples_ts": [20.5]},
+    {"n_prompt": 256, "n_gen": 0, "avg_ts": 21.5, "samples_ts": [23.5, 20.5, 20.5]},
     {"n_prompt": 0, "n_gen": 24, "avg_ts": 4.25, "samples_ts": [4.25]},
 ]
 
@@ -146,8 +148,8 @@ PEER = """#!{python}
 import json, sys
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 assert options["--repack"] == "0" and options["-o"] == "json" and options["-t"] == "1"
-tests = [{{"n_prompt": int(n), "n_gen": 0, "avg_ts": 2.0 * int(n)}} for n in options["-p"].split(",") if n != "0"]
-tests += [{{"n_prompt": 0, "n_gen": int(options["-n"]), "avg_ts": 8.0}}] * (options["-n"] != "0")
+tests = [{{"n_prompt": int(n), "n_gen": 0, "samples_ts": [2.0 * int(n)]}} for n in options["-p"].split(",") if n != "0"]
+tests += [{{"n_prompt": 0, "n_gen": int(options["-n"]), "samples_ts": [8.0]}}] * (options["-n"] != "0")
 print(json.dumps(tests))
 """
 
@@ -172,7 +174,7 @@ def test_run(model: Model, peer_program: Path, tmp_path: Path) -> None:
     """Tables and CSV of a small model that stands in the cache for the slice; nothing on standard error in a pipe."""
     make("build/read_speed")
     options = ["--cache", model.path.parent, "--files", "iq2", "--threads", 1, "--runs", 2, "--csv", tmp_path / "f.csv"]
-    done = run(*options, "--peer", peer_program)
+    done = run(*options, "--peer", peer_program, "--only", "decode,prompt,rows")
     assert done.stderr == ""
     for title in ("Decoding", "Megabytes that a token reads", "Prompts", "Long prompts", "Passes by their rows"):
         assert f"**{title}**" in done.stdout
@@ -243,3 +245,126 @@ def test_read_speed() -> None:
     for args in ([], ["0", "8", "3"], ["2", "8", "100"], ["2", "x", "3"]):
         done = subprocess.run([str(program), *args], capture_output=True, text=True, check=False)
         assert done.returncode == 2 and "usage" in done.stderr and done.stdout == ""
+
+
+def test_script() -> None:
+    """The shares come out exactly: of 25 first drafts 20 are right, of the second ones behind these 13."""
+    plan = list(flash.script(25, 2))
+    assert [plan.count(n) for n in (0, 1, 2)] == [5, 7, 13] and list(flash.script(25, 1)).count(1) == 20
+    assert list(flash.script(3, 0)) == [0, 0, 0]
+    assert flash.tokens_a_cycle(2) == pytest.approx(1 + 0.8 + 0.8 * 0.65) and flash.tokens_a_cycle(0) == 1
+    behind_each_other = [sum(plan[i : i + 5]) for i in range(21)]
+    assert max(behind_each_other) - min(behind_each_other) <= 2  # spread evenly
+
+
+def test_fit() -> None:
+    """Each run has its own line."""
+    cost = flash.fit({4: figure(14.0, 8.0), 8: figure(22.0, 16.0), 16: figure(38.0, 32.0)})
+    assert cost.fixed == pytest.approx((6.0, 0.0)) and cost.layer == pytest.approx((2.0, 2.0))
+    assert cost.of(43) == pytest.approx((92.0, 86.0))
+
+
+def test_scripted_cycles(model: Model) -> None:
+    """The target takes what the script has right and nothing else; the head runs for every draft."""
+    with Ours(model, 1, head=True) as ours:
+        s = ours.session
+        s.set_sampling(presence_penalty=100.0)
+        ours.go(20)
+        text = flash.plain_text(s, 90)
+        assert s.position == 20 and len(set(text)) == 90
+        for depth in (0, 1, 2):
+            s.reset_stats()
+            found = flash.cycles(s, text, depth)
+            assert found["cycle"] > found["drafting"] >= 0 and s.position == 20
+            stats = s.stats
+            assert stats.cycles == 25 and sum(stats.drafted) == 25 * depth and stats.head_passes >= 25 * depth
+            assert stats.accepted[:2] == ((0, 0), (20, 0), (20, 13))[depth]
+        with pytest.raises(RuntimeError, match="not the plain text"):
+            flash.cycles(s, [t + 1 for t in text], 2)
+
+
+def test_flash(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From slices to the whole: every figure once, the last layer count computed."""
+    for name in ("iq2", "iq2-8"):
+        for end in (".gguf", "-head.gguf"):
+            (tmp_path / f"{name}{end}").symlink_to(model.path.with_name("iq2" + end))
+    monkeypatch.setattr(flash, "SLICES", {4: "iq2", 8: "iq2-8"})
+    shown: list[str] = []
+    report = Report(show=shown.append)
+    flash.flash(parts.Bench(tmp_path, 2, [1], [], None, report, lambda text: None))
+    of = {(f.file, f.what, f.who): f for f in report.figures}
+    assert len(of) == len(report.figures) and all(len(f.values) == 2 for f in report.figures)
+    for file in ("iq2", "iq2-8", "43 layers"):
+        plain, cycle = of[file, "cycle", "plain"], of[file, "cycle", "depth 2"]
+        speed = of[file, "tokens/s", "depth 2 / plain"]
+        assert speed.values == pytest.approx([2.32 * p / c for p, c in zip(plain.values, cycle.values, strict=True)])
+    assert "| 43, computed | depth 2 |" in shown[0] and "a layer" in shown[1]
+
+
+def test_small(ours: Ours, root: Path) -> None:
+    """Each text is generated as often as there are prompts; drafts bring more tokens a pass, and as many tokens."""
+    with Ours(files.bundled(), 1, head=True) as pair:
+        prompts = more.beginnings(pair.engine)
+        assert [len(p) for p in prompts.values()] == [1, 6] and len(set(map(tuple, prompts["held out"]))) == 6
+        plain, two = (more.write(pair, prompts["known by heart"], d) for d in (0, 2))
+        assert plain["tokens a pass"] == 1 and two["tokens a pass"] > 2 and pair.session.stats.emitted == more.WRITTEN
+        assert more.write(pair, prompts["held out"][:2], more.AUTO)["tokens/s"] > 0
+        assert pair.session.stats.emitted == 2 * more.WRITTEN
+
+
+def test_least(ours: Ours) -> None:
+    ours.go(1)
+    assert ours.pass_us(7)["a pass"] > 0 and ours.session.stats.cycles == 7
+
+
+def test_busy_core() -> None:
+    """The other process is there, on one core, for as long as asked."""
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    before = set(children.read_text().split())
+    with more.busy_core():
+        (child,) = set(children.read_text().split()) - before
+        assert os.sched_getaffinity(int(child)) == {max(os.sched_getaffinity(0))}
+    assert set(children.read_text().split()) == before
+
+
+def test_contexts(model: Model) -> None:
+    """A long context made of a shorter one: as many tokens, as many compressed rows, and all that a session can do."""
+    with Ours(model, 1, ctx=5000) as side:
+        short, long = side.at_context(1024), side.at_context(4500)
+        side.session.restore(short)
+        assert side.session.tokens == side.ids[:1024]
+        side.session.restore(long)
+        s = side.session
+        assert s.position == 4500 and s.tokens[:2048] == side.ids[:2048] == s.tokens[2048:4096]
+        assert np.isfinite(s.logits()).all() and side.decode(3) > 0 and s.position == 4500
+        s.rewind(s.rewind_floor)
+        assert s.position == 4503 - 512  # three were decoded
+        side.go(4600)  # its own text
+        grown = len(side.at_context(4500)) - len(side.at_context(4244))
+        row = model_row_bytes(side)
+        assert grown == 256 * 4 + 256 // 4 * (row + 2 * SHAPE.index_width) + 256 // 128 * row
+
+
+def model_row_bytes(side: Ours) -> int:
+    """Of an f16 row."""
+    return 2 * side.engine.info.head_dim
+
+
+def test_more_parts(model: Model, peer_program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables and figures of the remaining parts, with small numbers of tokens."""
+    monkeypatch.setattr(more, "WRITTEN", 8)
+    monkeypatch.setattr(more, "PASSES", 5)
+    monkeypatch.setattr(more, "CONTEXTS", (256, 4000, 5000))
+    shown: list[str] = []
+    bench = parts.Bench(model.path.parent, 2, [1], ["iq2"], Peer(peer_program), Report(show=shown.append), lambda text: None)
+    for part in (more.small, more.least, more.busy, more.context, more.deep, more.load):
+        part(bench)
+    of = {(f.part, f.file, f.what, f.who): f for f in bench.report.figures}
+    assert len(of) == len(bench.report.figures) and all(len(f.values) == 2 and min(f.values) > 0 for f in of.values())
+    assert of["small", "small", "decode", "llama.cpp"].median == 8 and ("small", "small", "decode", "ds4 / llama.cpp") in of
+    assert of["small", "held out", "tokens a pass", "depth 4"].unit == "tokens"
+    assert of["least", "tiny", "a pass", "ds4"].unit == "microseconds" and of["load", "iq2", "load", "ds4"].unit == "ms"
+    assert of["busy", "iq2", "decode", "llama.cpp, a core busy / llama.cpp, idle"].median == 1
+    assert ("context", "iq2", "prompt 2048", "context 5000 / context 256") in of
+    assert of["deep", "iq2", "prompt 2048", "llama.cpp"].median == 4096
+    assert len(shown) == 7

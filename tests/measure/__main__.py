@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from ds4 import Error
 
-from measure import files, parts
+from measure import files, flash, more, parts
 from measure.figures import Report
 from measure.peer import Peer, build, default_cache
 
@@ -17,6 +17,13 @@ PARTS: dict[str, Callable[[parts.Bench], None]] = {
     "decode": parts.decode,
     "prompt": parts.prompt,
     "rows": parts.rows,
+    "flash": flash.flash,
+    "small": more.small,
+    "least": more.least,
+    "busy": more.busy,
+    "context": more.context,
+    "deep": more.deep,
+    "load": more.load,
 }
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -51,7 +58,7 @@ def show(text: str) -> None:
 
 @click.command(context_settings={"max_content_width": 125})
 @click.option(
-    "--only", metavar="PARTS", default=",".join(PARTS), show_default=True, help="Parts to measure, with commas between them.",
+    "--only", metavar="PARTS", default=",".join(p for p in PARTS if p != "deep"), show_default=True, help="Parts to measure, with commas between them.",
     callback=listed(PARTS.__contains__, f"some of {','.join(PARTS)}"),
 )  # fmt: skip
 @click.option(
@@ -83,6 +90,13 @@ def main(
     decode  generation and a prompt of 256, beside memory's limit
     prompt  a prompt of 2048
     rows    passes of 1, 2, 3, 5 and 9 rows
+    flash   speculation with a scripted head on slices of 4, 8 and 16 layers, and computed for all of Flash's 43
+    small   the bundled pair: plain, and what its head brings
+    least   a pass of a model of width 64
+    busy    decoding while another process keeps a core busy
+    context decoding and a prompt of 2048 at contexts of 1024, 32768 and 100000
+    deep    a prompt of 2048 at 32768, beside the peer; takes long, measured only when named
+    load    opening a file
 
     The files are slices of DeepSeek-V4-Flash's shape with random weights, of 4 to 12 GB, made when missing. For an idle machine.
     """

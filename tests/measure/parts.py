@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from measure import files
@@ -16,6 +17,8 @@ DS4, PEER, MEMORY = "ds4", "llama.cpp", "memory"
 ROWS = (1, 2, 3, 5, 9)
 DECODED, PROMPT, LONG_PROMPT = 24, 256, 2048
 READ_MIB, READ_ROUNDS = 1024, 9
+UNITS = {"read": "GB/s", "tokens a pass": "tokens"}
+"""Of quantities measured along with others."""
 
 Measure = Callable[[], Mapping[str, float]]
 
@@ -49,17 +52,9 @@ class Bench:
         out = {}
         for who, quantities in found.items():
             for what, values in quantities.items():
-                of = "GB/s" if who == MEMORY else unit
-                out[who, what] = Figure(part, at, threads, what, who, values, of)
+                out[who, what] = Figure(part, at, threads, what, who, values, UNITS.get(what, unit))
         self.report.add(*out.values())
         return out
-
-    def with_peer(self, sides: dict[str, Measure], measure: Callable[[Peer], Mapping[str, float]]) -> dict[str, Measure]:
-        """The sides, and the peer's if there is one."""
-        peer = self.peer
-        if peer:
-            sides[PEER] = lambda: measure(peer)
-        return sides
 
     def beside(self, ours: Figure, theirs: Figure | None) -> list[str]:
         """Cells: ours, theirs, the ratio, which is kept."""
@@ -82,9 +77,10 @@ def decode(b: Bench) -> None:
     for model in b.models():
         for threads in b.threads:
             with Ours(model, threads) as ours:
-                sides: dict[str, Measure] = {DS4: lambda o=ours: o.speeds([PROMPT], DECODED)}  # type: ignore[misc]
-                b.with_peer(sides, lambda p, m=model, t=threads: p.measure(m.path, t, [PROMPT], DECODED))  # type: ignore[misc]
-                sides[MEMORY] = lambda t=threads: read_speed(t)  # type: ignore[misc]
+                sides: dict[str, Measure] = {DS4: partial(ours.speeds, [PROMPT], DECODED)}
+                if b.peer:
+                    sides[PEER] = partial(b.peer.measure, model.path, threads, [PROMPT], DECODED)
+                sides[MEMORY] = partial(read_speed, threads)
                 ours.speeds([PROMPT], 2)
                 of = b.sides("decode", model.name, threads, sides, "tokens/s")
                 kinds = files.bytes_read(ours.engine.tensors(), ours.engine.info.experts, ours.engine.info.experts_used)
@@ -113,8 +109,9 @@ def prompt(b: Bench) -> None:
     body, threads = [], max(b.threads)
     for model in b.models():
         with Ours(model, threads) as ours:
-            sides: dict[str, Measure] = {DS4: lambda o=ours: o.speeds([LONG_PROMPT], 0)}  # type: ignore[misc]
-            b.with_peer(sides, lambda p, m=model: p.measure(m.path, threads, [LONG_PROMPT]))  # type: ignore[misc]
+            sides: dict[str, Measure] = {DS4: partial(ours.speeds, [LONG_PROMPT], 0)}
+            if b.peer:
+                sides[PEER] = partial(b.peer.measure, model.path, threads, [LONG_PROMPT])
             ours.speeds([PROMPT], 0)
             of = b.sides("prompt", model.name, threads, sides, "tokens/s")
         what = f"prompt {LONG_PROMPT}"
@@ -129,8 +126,9 @@ def rows(b: Bench) -> None:
         for threads in b.threads:
             with Ours(model, threads) as ours:
                 ours.go(PROMPT)
-                sides: dict[str, Measure] = {DS4: lambda o=ours: o.passes(ROWS)}  # type: ignore[misc]
-                b.with_peer(sides, lambda p, m=model, t=threads: peer_passes(p, m, t))  # type: ignore[misc]
+                sides: dict[str, Measure] = {DS4: partial(ours.passes, ROWS)}
+                if b.peer:
+                    sides[PEER] = partial(peer_passes, b.peer, model, threads)
                 of = b.sides("rows", model.name, threads, sides, "ms")
                 tensors, info = ours.engine.tensors(), ours.engine.info
             least = [sum(files.bytes_read(tensors, info.experts, info.experts_used, n).values()) for n in ROWS]

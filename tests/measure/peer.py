@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import sys
 import tarfile
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ def speeds(text: str) -> dict[str, float]:
     out = {}
     for test in json.loads(text):
         name = "decode" if test["n_gen"] else f"prompt {test['n_prompt']}"
-        out[name] = float(test["avg_ts"])
+        out[name] = statistics.median(test["samples_ts"])
     return out
 
 
