@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 from conftest import ROOT, make
 from ds4 import Engine, gguf_write, synth
 from gguf import GGMLQuantizationType as Type
-from measure import figures, files, flash, more, parts, peer
+from measure import figures, files, flash, more, parts, peer, profile
 from measure.figures import Figure, Report
 from measure.files import Model
 from measure.ours import Ours
@@ -368,3 +369,56 @@ def test_more_parts(model: Model, peer_program: Path, tmp_path: Path, monkeypatc
     assert ("context", "iq2", "prompt 2048", "context 5000 / context 256") in of
     assert of["deep", "iq2", "prompt 2048", "llama.cpp"].median == 4096
     assert len(shown) == 7
+
+
+SAMPLES = """
+\tffffffff815d53b0 next_page
+\t           1aaa0 q256_tile_256 (inlined)
+\t           1aaa0 tile_iq2_xxs_avx2
+\t           9dbbf products
+\t           9e827 moe (inlined)
+\t           b3708 block
+\t            57f8 ds4_session_step
+\t            57f8 main
+
+\t           1aaa0 tile_q8_0_avx2
+\t           9e827 moe
+\t            57f8 ds4_session_step
+
+\t           1aaa0 route
+\t           9e827 moe
+\t            57f8 ds4_session_step
+
+\t           1aaa0 tile_q8_0_avx2
+\t           9e827 attention
+\t            57f8 ds4_session_step
+
+\t           1aaa0 score_windows
+\t           9e827 pick_windows
+\t           9e827 attention
+\t            57f8 eval_prompt
+
+\t           1aaa0 read_layer
+\t            57f8 main
+"""
+
+
+def test_profile() -> None:
+    """Samples of passes are counted by the innermost named function, and within the experts by the product's type."""
+    assert profile.shares(SAMPLES) == {
+        "1 row": {
+            "routed experts": 0.25, "shared expert": 0.25, "routing, activation, adding up": 0.25,
+            "projections of attention's output": 0.25,
+        },
+        "256 rows": {"indexer": 1.0},
+    }  # fmt: skip
+    names = profile.by_size({"indexer": 0.5, "the rest": 0.7})
+    assert names[:2] == ["the rest", "indexer"] and len(names) == len(set(names)) == 11
+
+
+def test_profile_knows_the_engine() -> None:
+    """The functions and types that samples are counted by are those of ds4.c."""
+    text = (ROOT / "ds4.c").read_text()
+    for function in [*profile.OPERATIONS, "ds4_session_step", "ds4_session_eval"]:
+        assert re.search(rf"^\w[\w *]*\b{function}\(.*\) \{{", text, re.M), function
+    assert "eval_prompt(" in (ROOT / "ds4_cli.c").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from ds4 import Error
 
-from measure import files, flash, more, parts
+from measure import files, flash, more, parts, profile
 from measure.figures import Report
 from measure.peer import Peer, build, default_cache
 
@@ -24,8 +24,10 @@ PARTS: dict[str, Callable[[parts.Bench], None]] = {
     "context": more.context,
     "deep": more.deep,
     "load": more.load,
+    "profile": profile.profile,
 }
-
+ASKED = ("deep", "profile")
+"""Measured only when named."""
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
 EXISTING = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -58,7 +60,7 @@ def show(text: str) -> None:
 
 @click.command(context_settings={"max_content_width": 125})
 @click.option(
-    "--only", metavar="PARTS", default=",".join(p for p in PARTS if p != "deep"), show_default=True, help="Parts to measure, with commas between them.",
+    "--only", metavar="PARTS", default=",".join(p for p in PARTS if p not in ASKED), show_default=True, help="Parts to measure, with commas between them.",
     callback=listed(PARTS.__contains__, f"some of {','.join(PARTS)}"),
 )  # fmt: skip
 @click.option(
@@ -97,6 +99,7 @@ def main(
     context decoding and a prompt of 2048 at contexts of 1024, 32768 and 100000
     deep    a prompt of 2048 at 32768, beside the peer; takes long, measured only when named
     load    opening a file
+    profile where a pass of 1 row and of 256 spends its time; needs perf, measured only when named
 
     The files are slices of DeepSeek-V4-Flash's shape with random weights, of 4 to 12 GB, made when missing. For an idle machine.
     """
