@@ -147,7 +147,8 @@ def test_peer_speeds() -> None:
 
 PEER = """#!{python}
 import json, sys
-options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+words = [word for word in sys.argv[1:] if word != "--no-warmup"]
+options = dict(zip(words[::2], words[1::2]))
 assert options["--repack"] == "0" and options["-o"] == "json" and options["-t"] == "1"
 tests = [{{"n_prompt": int(n), "n_gen": 0, "samples_ts": [2.0 * int(n)]}} for n in options["-p"].split(",") if n != "0"]
 tests += [{{"n_prompt": 0, "n_gen": int(options["-n"]), "samples_ts": [8.0]}}] * (options["-n"] != "0")

@@ -193,7 +193,7 @@ def deep(b: Bench) -> None:
             snapshot = ours.at_context(depth)
             sides: dict[str, Measure] = {DS4: partial(at, ours, snapshot, 1)}
             if b.peer:
-                sides[PEER] = partial(b.peer.measure, model.path, threads, [LONG_PROMPT], 0, depth)
+                sides[PEER] = partial(b.peer.measure, model.path, threads, [LONG_PROMPT], depth=depth, warm_up=False)
             of = b.sides("deep", model.name, threads, sides, "tokens/s")
         what = f"prompt {LONG_PROMPT}"
         body.append([model.name, str(depth), *b.beside(of[DS4, what], of.get((PEER, what)))])

@@ -111,7 +111,7 @@ def prompt(b: Bench) -> None:
         with Ours(model, threads) as ours:
             sides: dict[str, Measure] = {DS4: partial(ours.speeds, [LONG_PROMPT], 0)}
             if b.peer:
-                sides[PEER] = partial(b.peer.measure, model.path, threads, [LONG_PROMPT])
+                sides[PEER] = partial(b.peer.measure, model.path, threads, [LONG_PROMPT], warm_up=False)
             ours.speeds([PROMPT], 0)
             of = b.sides("prompt", model.name, threads, sides, "tokens/s")
         what = f"prompt {LONG_PROMPT}"

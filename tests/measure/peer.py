@@ -69,11 +69,23 @@ class Peer:
     program: Path
 
     def measure(
-        self, model: Path, threads: int, prompts: Sequence[int] = (), tokens: int = 0, depth: int = 0, repeat: int = 1
+        self,
+        model: Path,
+        threads: int,
+        prompts: Sequence[int] = (),
+        tokens: int = 0,
+        *,
+        depth: int = 0,
+        repeat: int = 1,
+        warm_up: bool = True,
     ) -> dict[str, float]:
-        """Tokens a second of prompts of these lengths and of `tokens` generated ones, behind `depth` tokens. ClickException."""
+        """Tokens a second of prompts of these lengths and of `tokens` generated ones, behind `depth` tokens. ClickException.
+
+        warm_up: each is done once before it is timed.
+        """
         command = [
             str(self.program), "-m", str(model), "-t", str(threads), "-p", ",".join(map(str, prompts)) or "0", "-n", str(tokens),
             "-d", str(depth), "-r", str(repeat), "--repack", "0", "-o", "json",
+            *([] if warm_up else ["--no-warmup"]),
         ]  # fmt: skip
         return speeds(run(command))
