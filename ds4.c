@@ -3939,7 +3939,8 @@ typedef struct {
     uint32_t type;
     act_kind act;
     int64_t n_in, n_out;
-    size_t stride; /* bytes of a row of n_in weights */
+    size_t bytes; /* of a row of n_in weights */
+    size_t stride; /* from one row to the next */
     size_t slab; /* bytes of one expert's matrix */
 } matrix;
 
@@ -4195,7 +4196,7 @@ static int read_matrix(reader r, const char *name, int64_t n_in, int64_t n_out, 
                     "Q2_K IQ2_XXS MXFP4)",
                     r.g->path, r.prefix, name, type_name(t->type));
     size_t stride = (size_t)type_row_bytes(t->type, n_in);
-    *out = (matrix){t->data, t->type, type->act, n_in, n_out, stride, stride * (size_t)n_out};
+    *out = (matrix){t->data, t->type, type->act, n_in, n_out, stride, stride, stride * (size_t)n_out};
     return 0;
 }
 
@@ -4474,7 +4475,8 @@ static int load_head_llama(model *m, const gguf *g, int index) {
                     c->dim, type->name);
     h->e_proj = h->h_proj = both;
     h->e_proj.n_in = h->h_proj.n_in = c->dim;
-    h->h_proj.data += c->dim / type->block * type->bytes;
+    h->e_proj.bytes = h->h_proj.bytes = both.bytes / 2;
+    h->h_proj.data += both.bytes / 2;
     snprintf(name, sizeof name, "%snextn.hc_head_fn.weight", prefix);
     bool own = gguf_tensor(g, name);
     return read_floats(r, "nextn.enorm.weight", c->dim, 1, &h->enorm) ||
@@ -4549,9 +4551,18 @@ bad:
  * processor through a device: a thread pool and a table of kernels. Threads split outputs and rows, never a sum.
  * ========================================================================================================================== */
 
+/* ds4_work as it grows: whoever holds the engine's lock adds, anyone may read. */
+typedef struct {
+    _Atomic int64_t passes, rows, head_passes, head_rows, repaired_rows, logit_rows, weight_bytes, experts, kv_rows, index_rows;
+} work_counts;
+
+static int64_t work_of(const _Atomic int64_t *of) { return atomic_load_explicit(of, memory_order_relaxed); }
+static void work_add(_Atomic int64_t *to, int64_t n) { atomic_store_explicit(to, work_of(to) + n, memory_order_relaxed); }
+
 typedef struct {
     pool *pool;
     const kernels *k;
+    work_counts *work;
 } device;
 
 /* Rows of activations that matrices are multiplied with. They are quantised when the first matrix asks for it, once a kind. */
@@ -4668,11 +4679,13 @@ static int64_t output_ns(const product *p) { return p->m ? p->w->n_in * (p->m + 
 
 /* Computes a list of products as one job for the pool, in tiles of outputs that take about the same time. */
 static void products(const device *dev, product *list, int count) {
-    int64_t ns = 0, tiles = 0;
+    int64_t ns = 0, tiles = 0, bytes = 0;
     for (int i = 0; i < count; i++) {
         if (list[i].m) input_need(dev, list[i].in, list[i].w->act);
         ns += list[i].n_out * output_ns(&list[i]);
+        bytes += list[i].n_out * (int64_t)list[i].w->bytes;
     }
+    work_add(&dev->work->weight_bytes, bytes);
     int64_t share = ns / (dev->pool->threads * 32);
     if (share < CHUNK_NS) share = CHUNK_NS;
     for (int i = 0; i < count; i++) {
@@ -5040,7 +5053,7 @@ struct ds4_engine {
     uint8_t *allowed;
     double *weights;
     struct candidate *candidates;
-    int64_t passes; /* of the target */
+    work_counts work;
     pthread_mutex_t run; /* one pass at a time; also guards the list of sessions */
     ds4_session *sessions;
 };
@@ -5326,9 +5339,10 @@ static void rotate_index_q(void *ctx, int64_t begin, int64_t end, int thread) {
 
 static void pick_windows(const pass *p) {
     ds4_engine *e = p->e;
-    bool any = false;
-    for (int r = 0; r < p->n; r++) any |= picks_windows(p, r);
-    if (!any) return;
+    int64_t rows = 0;
+    for (int r = 0; r < p->n; r++) rows += picks_windows(p, r) ? visible_windows(p, r) : 0;
+    if (!rows) return;
+    work_add(&e->work.index_rows, rows);
     pool_run(e->dev.pool, p->n, e->model->c.index_heads * 32, rotate_index_q, (void *)(uintptr_t)p);
     for (int first = 0; first < p->n; first += e->s.index_group) {
         index_job job = {p, first, min_int(e->s.index_group, p->n - first), 0};
@@ -5430,9 +5444,10 @@ static void attention(const pass *p) {
     /* Pieces of at least 8 heads, so that unpacking the rows seen stays cheap beside what is done with them. */
     int pieces = (4 * e->dev.pool->threads + p->n - 1) / p->n, groups = max_int(1, min_int(c->n_heads / 8, pieces));
     attention_job job = {p, groups, (c->n_heads + groups - 1) / groups};
-    int64_t work = 0;
-    for (int r = 0; r < p->n; r++) work += (int64_t)row_view(p, r).rows * c->n_heads * c->head_dim / 16;
-    pool_run(e->dev.pool, (int64_t)p->n * groups, work / (p->n * groups), attend, &job);
+    int64_t seen = 0;
+    for (int r = 0; r < p->n; r++) seen += row_view(p, r).rows;
+    work_add(&e->work.kv_rows, seen);
+    pool_run(e->dev.pool, (int64_t)p->n * groups, seen * c->n_heads * c->head_dim / (16 * p->n * groups), attend, &job);
     int lows = c->o_groups * c->o_rank;
     input_set(&s->in_heads, s->attended, p->n * c->o_groups);
     for (int g = 0; g < c->o_groups; g++) {
@@ -5553,6 +5568,7 @@ static void moe(const pass *p) {
     group_by_expert(p);
     int slots = p->n * c->n_used, n = 0;
     n += expert_products(p, &l->gate, &s->in_y, s->slot_rows, s->gate, s->list);
+    work_add(&e->work.experts, n);
     n += expert_products(p, &l->up, &s->in_y, s->slot_rows, s->up, s->list + n);
     s->list[n++] = product_of(&l->shared_gate, &s->in_y, s->shared_gate);
     s->list[n++] = product_of(&l->shared_up, &s->in_y, s->shared_up);
@@ -5624,6 +5640,8 @@ static void keep_streams(void *ctx, int64_t begin, int64_t end, int thread) {
 static void forward(ds4_engine *e, const pass_row *rows, int n) {
     const config *c = &e->model->c;
     pass p = {.e = e, .rows = rows, .n = n};
+    work_add(&e->work.passes, 1);
+    work_add(&e->work.rows, n);
     pool_run(e->dev.pool, n, (int64_t)e->sizes.streams / 8, embed_rows, &p);
     rope_rows(&p);
     for (p.index = 0; p.index < c->n_layers; p.index++) {
@@ -5658,6 +5676,7 @@ static void collapse(ds4_engine *e, const float *x, int n, const hyper *h, const
 /* Logits of n rows from their streams x. out (n, n_vocab). */
 static void output_logits(ds4_engine *e, const float *x, int n, const hyper *h, const float *norm, float *out) {
     collapse(e, x, n, h, norm);
+    work_add(&e->work.logit_rows, n);
     product output = product_of(&e->model->output, &e->s.in_y, out);
     products(&e->dev, &output, 1);
 }
@@ -6081,6 +6100,8 @@ static void head_inputs(ds4_engine *e, const pass_row *rows, int n, const float 
 /* Runs head rows; the output streams are in e->s.x. kv_only: what later rows see of them and no more. */
 static void head_forward(ds4_engine *e, const pass_row *rows, int n, const float *const *streams, bool kv_only) {
     pass p = {.e = e, .rows = rows, .n = n, .l = &e->model->head.block, .index = e->model->c.n_layers};
+    work_add(&e->work.head_passes, 1);
+    work_add(kv_only ? &e->work.repaired_rows : &e->work.head_rows, n);
     rope_rows(&p);
     head_inputs(e, rows, n, streams);
     if (!kv_only) {
@@ -6167,6 +6188,8 @@ static void draft_logits(ds4_engine *e, int m, float *out) {
         for (; any; any &= any - 1) e->listed[n++] = at + __builtin_ctzll(any);
     }
     for (int64_t i = 0; i < (int64_t)m * V; i++) out[i] = FORBIDDEN;
+    work_add(&e->work.logit_rows, m);
+    work_add(&e->work.weight_bytes, n * (int64_t)w->output.bytes);
     listed_job job = {e, m, out};
     pool_run(e->dev.pool, n, w->output.n_in * (m + 3) / 64, listed_logits, &job);
     for (int i = 0; i < m && m > 1; i++)
@@ -7018,7 +7041,6 @@ static void run_cycles(ds4_engine *e, cycle *list, int n) {
     }
     if (!m) return;
     forward(e, rows, m);
-    e->passes++;
     cycle_logits(e, list, n);
     double ms = now_ms() - start;
     if (steps) cost_add_pass(e->costs, m, ms);
@@ -7270,6 +7292,7 @@ ds4_engine *ds4_engine_new(const ds4_cfg *cfg) {
         return NULL;
     }
     pthread_mutex_init(&e->run, NULL);
+    e->dev.work = &e->work;
     e->kv_type = cfg->kv_type;
     e->chunk = cfg->prefill_chunk;
     e->draft = cfg->mtp_draft;
@@ -7343,6 +7366,20 @@ ds4_info ds4_engine_info(const ds4_engine *e) {
                       .head_weight_bytes = m->head_weight_bytes,
                       .scratch_bytes = e->s.bytes,
                       .session_bytes = session_bytes(e, e->ctx, session_slack(e)) + (e->lookup ? lookup_bytes(e->ctx) : 0)};
+}
+
+ds4_work ds4_engine_work(const ds4_engine *e) {
+    const work_counts *w = &e->work;
+    return (ds4_work){.passes = work_of(&w->passes),
+                      .rows = work_of(&w->rows),
+                      .head_passes = work_of(&w->head_passes),
+                      .head_rows = work_of(&w->head_rows),
+                      .repaired_rows = work_of(&w->repaired_rows),
+                      .logit_rows = work_of(&w->logit_rows),
+                      .weight_bytes = work_of(&w->weight_bytes),
+                      .experts = work_of(&w->experts),
+                      .kv_rows = work_of(&w->kv_rows),
+                      .index_rows = work_of(&w->index_rows)};
 }
 
 int ds4_engine_tensor(const ds4_engine *e, int64_t i, ds4_tensor_info *out) {
@@ -7753,7 +7790,6 @@ int ds4_session_set_head(ds4_session *s, bool on) {
 /* ---- batches ---- */
 
 int ds4_engine_batch_rows(const ds4_engine *e) { return e->s.rows; }
-int64_t ds4_engine_passes(const ds4_engine *e) { return e->passes; }
 
 static int check_item(const ds4_engine *e, const ds4_batch_item *items, int i) {
     const ds4_batch_item *it = &items[i];

@@ -148,6 +148,22 @@ typedef struct {
 /* Sizes of an opened engine; pointers live as long as the engine. */
 ds4_info ds4_engine_info(const ds4_engine *engine);
 
+/* What the engine has computed since it was opened, for whatever sessions. One pass serves all sessions of a batch, and reads a
+ * matrix once however many rows it has; so bytes / passes, beside the bandwidth of the machine, say how good the speed is. */
+typedef struct {
+    int64_t passes, rows;              /* of the target */
+    int64_t head_passes;               /* of the head: draft steps, and the rows made again before them */
+    int64_t head_rows, repaired_rows;  /* of either kind */
+    int64_t logit_rows;                /* rows of logits, of target and head */
+    int64_t weight_bytes;              /* of the matrices multiplied with: all of them, but of experts those that a row chose, and of
+                                        * a shortlist's logits its rows. Not the embedding, nor vectors such as norms */
+    int64_t experts;                   /* of these: routed experts, once a layer and pass, chosen by however many rows */
+    int64_t kv_rows;                   /* cached rows that rows attended to, raw and compressed, in all layers */
+    int64_t index_rows;                /* compressed rows that the indexer scored to pick some of them */
+} ds4_work;
+/* Any thread, at any time; a pass at work counts as far as it has come. */
+ds4_work ds4_engine_work(const ds4_engine *engine);
+
 typedef struct {
     char name[128];                    /* as in the file, cut to 127 bytes */
     const char *type;                  /* "Q8_0", ... */
@@ -288,8 +304,6 @@ typedef struct {
 int ds4_batch_step(ds4_engine *engine, ds4_batch_item *items, int n);
 /* The most rows of a pass, and so the most sessions of a batch: max(prefill_chunk, DS4_MAX_DRAFT + 1). */
 int ds4_engine_batch_rows(const ds4_engine *engine);
-/* Passes of the target since the engine was opened, of whatever sessions. */
-int64_t ds4_engine_passes(const ds4_engine *engine);
 
 /* Makes the session's running call end with an error after the pass in work, and every later one until
  * ds4_session_clear_cancel. Any thread; safe in a signal handler. */

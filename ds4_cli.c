@@ -984,6 +984,7 @@ typedef struct {
     size_t think_bytes;                /* where the answer begins in the text's copy, behind its reasoning */
     bool thought;                      /* the end of the reasoning has come */
     double ms;
+    ds4_work work;                     /* of the engine, for the generated tokens */
 } Answer;
 
 enum { TOP = 5 };
@@ -1079,12 +1080,35 @@ static bool generate_step(App *app, Out *out, int max, Answer *answer) {
     return true;
 }
 
+static const struct {
+    const char *name;
+    size_t at;
+} work_counts[] = {{"passes", offsetof(ds4_work, passes)},
+                   {"rows", offsetof(ds4_work, rows)},
+                   {"head_passes", offsetof(ds4_work, head_passes)},
+                   {"head_rows", offsetof(ds4_work, head_rows)},
+                   {"repaired_rows", offsetof(ds4_work, repaired_rows)},
+                   {"logit_rows", offsetof(ds4_work, logit_rows)},
+                   {"weight_bytes", offsetof(ds4_work, weight_bytes)},
+                   {"experts", offsetof(ds4_work, experts)},
+                   {"kv_rows", offsetof(ds4_work, kv_rows)},
+                   {"index_rows", offsetof(ds4_work, index_rows)}};
+enum { WORK_COUNTS = sizeof work_counts / sizeof *work_counts };
+
+static int64_t *work_count(ds4_work *w, int i) { return (int64_t *)(void *)((char *)w + work_counts[i].at); }
+
+static ds4_work work_minus(ds4_work a, ds4_work b) {
+    for (int i = 0; i < WORK_COUNTS; i++) *work_count(&a, i) -= *work_count(&b, i);
+    return a;
+}
+
 /* Generates behind what the session holds, at most `max` tokens. */
 static Answer generate(App *app, Out *out, int max) {
     Answer answer = {.finish = "length", .prompt = (size_t)ds4_session_position(app->session)};
     ds4_gen gen = app->opt.cfg.gen;
     gen.penalty_from = ds4_session_position(app->session); /* penalties are for what the answer repeats, not the prompt */
     if (ds4_session_set_gen(app->session, &gen)) fail("%s", ds4_last_error());
+    ds4_work before = ds4_engine_work(app->engine);
     double start = now_ms();
     while (generate_step(app, out, max, &answer))
         if (interrupted) {             /* between two calls */
@@ -1093,6 +1117,7 @@ static Answer generate(App *app, Out *out, int max) {
             break;
         }
     answer.ms = now_ms() - start;
+    answer.work = work_minus(ds4_engine_work(app->engine), before);
     out_end(out);
     return answer;
 }
@@ -1116,10 +1141,15 @@ static double share(int64_t part, int64_t of) { return of ? (double)part / (doub
 
 static void print_stats(const App *app, const Answer *answer, FILE *f) {
     ds4_stats s = ds4_session_stats(app->session);
+    const ds4_work *w = &answer->work;
     fprintf(f, "prompt     %8lld tokens %10.1f ms %10.1f tokens/s\n", (long long)s.prompt_tokens, s.prompt_ms,
             rate((double)s.prompt_tokens, s.prompt_ms));
     fprintf(f, "generated  %8d tokens %10.1f ms %10.1f tokens/s, ended by %s\n", answer->tokens, answer->ms,
             rate(answer->tokens, answer->ms), answer->finish);
+    if (answer->tokens)
+        fprintf(f, "weights    %8.2f MB read a token, %lld experts; %lld passes of %.2f rows\n",
+                (double)w->weight_bytes / 1e6 / answer->tokens, (long long)w->experts, (long long)w->passes,
+                share(w->rows, w->passes));
     if (!depth_used(app)) return;
     fprintf(f, "steps      %8lld, %.2f tokens each", (long long)s.cycles, share(s.emitted, s.cycles));
     if (app->opt.cfg.gen.temperature == 0)     /* else the margin says nothing */
@@ -1160,6 +1190,13 @@ static void json_counts(FILE *f, const char *name, const int64_t *counts, int n)
     fprintf(f, "  \"%s\": [", name);
     for (int i = 0; i < n; i++) fprintf(f, "%s%lld", i ? ", " : "", (long long)counts[i]);
     fputs("],\n", f);
+}
+
+static void json_work(FILE *f, const char *name, ds4_work w, const char *end) {
+    fprintf(f, "  \"%s\": {", name);
+    for (int i = 0; i < WORK_COUNTS; i++)
+        fprintf(f, "%s\"%s\": %lld", i ? ", " : "", work_counts[i].name, (long long)*work_count(&w, i));
+    fprintf(f, "}%s\n", end);
 }
 
 static void json_setup(const App *app, FILE *f) {
@@ -1205,8 +1242,10 @@ static void write_stats(const App *app, const Answer *answer, FILE *f) {
             (long long)s.lookup_accepted, (long long)s.pruned);
     fprintf(f, "  \"below_margin\": %lld,\n  \"corrections\": %lld,\n  \"bonus\": %lld,\n", (long long)s.below_margin,
             (long long)s.corrections, (long long)s.bonus);
-    fprintf(f, "  \"draft_ms\": %.3f,\n  \"verify_ms\": %.3f,\n  \"repair_ms\": %.3f\n}\n", s.draft_ms, s.verify_ms,
-            s.repair_ms);
+    fprintf(f, "  \"draft_ms\": %.3f,\n  \"verify_ms\": %.3f,\n  \"repair_ms\": %.3f,\n", s.draft_ms, s.verify_ms, s.repair_ms);
+    json_work(f, "prompt_work", work_minus(ds4_engine_work(app->engine), answer->work), ",");
+    json_work(f, "generation_work", answer->work, "");
+    fputs("}\n", f);
 }
 
 /* ---- 7 dumps and inspection ----------------------------------------------------------------------------------------- */

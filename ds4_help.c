@@ -68,8 +68,8 @@ const char *const ds4_help_cli[] = {
 
 "\nOutput\n"
 "      --print-ids        the generated token ids on standard output, one a line, and nothing else (off)\n"
-"      --stats            speed, drafted and accepted tokens by position, time by phase, on standard error (off)\n"
-"      --stats-json FILE  the same as JSON (none)\n"
+"      --stats            speed, weights read, drafted and accepted tokens by position, time by phase, on standard error (off)\n"
+"      --stats-json FILE  the same as JSON, and what ds4.h's ds4_work counts (none)\n"
 "      --dump-logprobs FILE      a JSON line for each generated token: position, id, logprob, the five most likely (none)\n"
 "      --dump-logits FILE.npy    logits of every prompt token, float32 [tokens, vocabulary]; then ends, unless -n is given\n"
 "      --dump-head-logits FILE.npy  the head's, float32 [tokens - 1, vocabulary]: row q guesses token q + 2; likewise\n"

@@ -46,7 +46,7 @@ def rms(x: Array, eps: float, weight: Array | float = 1.0) -> Array:
 def rotate(x: Array, positions: Array, freq: Array, direction: int = 1) -> Array:
     """Rotate the adjacent pairs of the last 2 * len(freq) dimensions of x (T, ..., width) by position * freq."""
     angle = positions[:, None] * freq * direction
-    c, s = (f(angle).reshape(len(positions), *[1] * (x.ndim - 2), -1) for f in (np.cos, np.sin))
+    c, s = (f(angle).reshape(len(positions), *[1] * (x.ndim - 2), len(freq)) for f in (np.cos, np.sin))
     out, tail = x.copy(), x[..., -2 * len(freq) :]
     out[..., -2 * len(freq) :: 2] = tail[..., ::2] * c - tail[..., 1::2] * s
     out[..., -2 * len(freq) + 1 :: 2] = tail[..., ::2] * s + tail[..., 1::2] * c
@@ -206,13 +206,16 @@ class Model:
         g, u = np.minimum(y @ gate.T, limit), np.clip(y @ up.T, -limit, limit)
         return (g * sigmoid(g) * u) @ down.T
 
+    def picks(self, s: Array, tokens: Array, p: str) -> Array:
+        """The experts (T, used) of each row, best first."""
+        if f"{p}ffn_gate_tid2eid.weight" in self.w:
+            return self.w[f"{p}ffn_gate_tid2eid.weight"][tokens]
+        return np.argsort(-(s + self.w[f"{p}exp_probs_b.bias"]), axis=1, kind="stable")[:, : self.meta["expert_used_count"]]
+
     def moe(self, y: Array, tokens: Array, p: str, limit: float) -> Array:
-        w, used = self.w, self.meta["expert_used_count"]
+        w = self.w
         s = np.sqrt(np.logaddexp(0, y @ w[f"{p}ffn_gate_inp.weight"].T))
-        if f"{p}ffn_gate_tid2eid.weight" in w:
-            picks = w[f"{p}ffn_gate_tid2eid.weight"][tokens]
-        else:
-            picks = np.argsort(-(s + w[f"{p}exp_probs_b.bias"]), axis=1, kind="stable")[:, :used]
+        picks = self.picks(s, tokens, p)
         weight = np.take_along_axis(s, picks, 1)
         weight = weight / np.maximum(weight.sum(1, keepdims=True), 6.103515625e-5) * self.meta["expert_weights_scale"]
         out = self.expert(y, *(w[f"{p}ffn_{k}_shexp.weight"] for k in ("gate", "up", "down")), limit)

@@ -218,7 +218,7 @@ def test_one_pass_for_all(pair: tuple[Engine, np.ndarray]) -> None:
         return group
 
     def passes() -> int:
-        return int(lib.ds4_engine_passes(engine.p))
+        return int(lib.ds4_engine_work(engine.p).passes)
 
     start = passes()
     finish(engine, busy(4))

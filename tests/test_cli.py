@@ -435,13 +435,17 @@ def test_counters(cli: Cli, tmp_path: Path) -> None:
     without = cli.stats(tmp_path, "-p", PROMPT, "-n", 48)
     assert without.keys() == s.keys() and without["head"] is None and without["drafted"] == []
     assert without["head_passes"] == 0 and without["emitted"] == 48
+    prompt, work = without["prompt_work"], without["generation_work"]
+    assert (prompt["passes"], prompt["rows"], work["passes"], work["rows"]) == (1, s["prompt_tokens"], 48, 48)
+    assert s["generation_work"]["passes"] == s["cycles"] and s["generation_work"]["head_rows"] >= sum(s["drafted"])
+    assert 0 < s["generation_work"]["weight_bytes"] and work["weight_bytes"] % 48 == 0
 
 
 def test_stats_for_people(cli: Cli, plain: bytes) -> None:
     done = cli("-p", PROMPT, "-n", 48, "--stats", *cli.speculation())
     text = done.stderr.decode()
     assert done.stdout == plain
-    for word in ["prompt", "generated", "tokens/s", "draft 1", "draft 2", "accepted", "verify", "repair", "ended by length"]:
+    for word in ["prompt", "generated", "tokens/s", "MB read a token", "draft 1", "draft 2", "accepted", "verify", "repair", "ended by length"]:
         assert word in text, word
     sampled = cli("-p", PROMPT, "-n", 2, "--stats", *cli.speculation(1), "--temp", 0.5).stderr.decode()
     assert "margin" in text and "margin" not in sampled     # which it says nothing about

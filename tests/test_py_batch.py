@@ -61,17 +61,13 @@ def test_as_alone(engine: Engine) -> None:
 
 def test_one_pass_for_all(engine: Engine) -> None:
     """The point of it: as many passes of the target as the longest text has steps."""
-    from ds4._ds4 import lib
-
-    def passes() -> int:
-        return int(engine._handle.call(lib.ds4_engine_passes))
-
-    start = passes()
+    start = engine.work
     with Batch(engine) as batch:
         for _ in range(6):
             batch.add("And", max_tokens=10, speculative_depth=0)
         batch.run()
-    assert passes() - start == 1 + 10
+    done = engine.work - start
+    assert done.passes == 1 + 10 and done.rows == 6 * (len(engine.prompt("And")) + 10)
 
 
 def test_leave_and_sessions(engine: Engine) -> None:

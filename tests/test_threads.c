@@ -75,6 +75,7 @@ static void set_up(ds4_session *s, int number) {
 /* One step, in company when there is any: the other session reads on at a prompt of its own and begins anew when it is full. */
 static int step(ds4_engine *engine, ds4_session *s, ds4_session *other, int max, int *out) {
     int token = ds4_session_next(s), more[9] = {3, 4, 5, 6, 7, 8, 9, 10, 11};
+    EXPECT(ds4_engine_work(engine).passes > 0); /* whatever the others are computing */
     if (!other) return ds4_session_step(s, token, max, out);
     ds4_batch_item items[2] = {{.session = s, .tokens = &token, .n_tokens = 1, .max = max, .out = out},
                                {.session = other, .tokens = more, .n_tokens = 9}};

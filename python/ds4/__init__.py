@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ds4.engine import Session as Session
     from ds4.engine import Stats as Stats
     from ds4.engine import TensorInfo as TensorInfo
+    from ds4.engine import Work as Work
     from ds4.errors import Cancelled as Cancelled
     from ds4.errors import Closed as Closed
     from ds4.errors import ContextFull as ContextFull
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "ds4.batch": ["Batch", "BatchText"],
-    "ds4.engine": ["Engine", "Info", "Session", "Stats", "TensorInfo"],
+    "ds4.engine": ["Engine", "Info", "Session", "Stats", "TensorInfo", "Work"],
     "ds4.errors": [
         "Cancelled", "Closed", "ContextFull", "Error", "InvalidArgument", "LoadError", "NonFinite", "OutOfMemory", "RewindError",
         "SnapshotError",

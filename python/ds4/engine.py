@@ -125,6 +125,36 @@ class Stats:
     repair_ms: float
 
 
+@dataclass(frozen=True)
+class Work:
+    """What an engine has computed, as ds4_work. The difference of two is what was computed between them.
+
+    A pass serves all sessions of a batch, and reads a matrix once however many rows it has.
+    """
+
+    passes: int
+    """Of the target."""
+    rows: int
+    """Of these."""
+    head_passes: int
+    """Of the head: draft steps, and the rows made again before them."""
+    head_rows: int
+    repaired_rows: int
+    logit_rows: int
+    """Rows of logits, of target and head."""
+    weight_bytes: int
+    """Of the matrices multiplied with; of experts those that a row chose, of a shortlist's logits its rows."""
+    experts: int
+    """Routed experts read: once a layer and pass."""
+    kv_rows: int
+    """Cached rows that rows attended to, raw and compressed, in all layers."""
+    index_rows: int
+    """Compressed rows that the indexer scored."""
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+
 def _plain(value: Any) -> Any:
     """A field of a C struct as Python has it."""
     if not isinstance(value, ffi.CData):
@@ -286,6 +316,11 @@ class Engine:
     def __repr__(self) -> str:
         head = f", mtp={self.info.mtp_path!r}" if self.info.has_head else ""
         return f"<ds4.Engine {self.info.model_path!r}{head}{', closed' if self.closed else ''}>"
+
+    @property
+    def work(self) -> Work:
+        """What the engine has computed since it was opened, for whatever sessions."""
+        return _from_c(Work, self._handle.call(lib.ds4_engine_work))
 
     # ---- the file ----
 
