@@ -4845,6 +4845,7 @@ typedef struct {
     int32_t *counts; /* (n_vocab,): how often each token stands at gen.penalty_from .. counted - 1; NULL without penalties */
     int counted;
     float *draft_logits; /* (DS4_MAX_DRAFT + 1, n_vocab): what drafts were drawn from; NULL but for rejection */
+    uint64_t law; /* equal for equal settings; 0 with a mask, of which that cannot be known */
 } sampler;
 
 /* Which tokens stand at positions 0 .. counted - 1 of a session: the head's shortlist (section 11). */
@@ -4876,6 +4877,7 @@ struct ds4_session {
     int step_floor; /* the floor before it */
     sampler by;
     int pending; /* rejection: the token already drawn for the position, -1: none */
+    uint64_t pending_law; /* by a sampler of this law: another draws anew */
     int chosen; /* otherwise: what the last step found to be the sampler's choice for the position, -1: not known */
     const drafter *drafter;
     void *drafter_ctx;
@@ -5861,6 +5863,19 @@ static int check_bias(const ds4_gen *g, int n_vocab) {
     return 0;
 }
 
+static uint64_t law_of_gen(const ds4_gen *g) {
+    bool penalties = g->presence_penalty != 0 || g->frequency_penalty != 0;
+    const double parts[] = {g->temperature, g->top_k, g->top_p, g->min_p, g->scheme, g->presence_penalty,
+                            g->frequency_penalty, penalties ? g->penalty_from : 0};
+    if (g->mask) return 0;
+    uint64_t h = checksum(g->seed, parts, sizeof parts);
+    for (size_t i = 0; i < g->n_bias; i++) {
+        const double bias[] = {g->bias[i].token, g->bias[i].bias};
+        h = checksum(h, bias, sizeof bias);
+    }
+    return h | 1;
+}
+
 static void sampler_free(sampler *b) {
     mem_free((void *)(uintptr_t)b->gen.bias);
     mem_free(b->counts);
@@ -5885,6 +5900,7 @@ static int sampler_new(sampler *b, const ds4_gen *g, int n_vocab) {
         return -1;
     }
     if (g->n_bias) memcpy(bias, g->bias, g->n_bias * sizeof *bias);
+    b->law = law_of_gen(&b->gen);
     return 0;
 }
 
@@ -6855,6 +6871,7 @@ static void commit_step(cycle *c) {
     if (c->accepted < c->k) s->stats.corrections++;
     else s->stats.bonus++;
     session_settle(s);
+    s->pending_law = c->by->law;
     if (c->by->draft_logits) s->pending = c->choice;
     else if (c->by == &s->by) s->chosen = c->choice;
 }
@@ -7660,7 +7677,7 @@ static int choose_next(ds4_session *s, sampler *b) {
 }
 
 int ds4_session_next(ds4_session *s) {
-    int known = s->by.draft_logits ? s->pending : s->chosen;
+    int known = !s->by.draft_logits ? s->chosen : s->pending_law == s->by.law ? s->pending : -1;
     return known >= 0 ? known : choose_next(s, &s->by);
 }
 
@@ -7683,6 +7700,7 @@ int ds4_session_set_gen(ds4_session *s, const ds4_gen *gen) {
     sampler_free(&s->by);
     s->by = b;
     s->chosen = -1;
+    if (gen->mask) s->pending = -1;
     return 0;
 }
 
@@ -7870,13 +7888,16 @@ typedef struct {
     size_t at;
 } walker;
 
-static const char snapshot_magic[8] = "ds4snap1";
+static const char snapshot_magic[8] = "ds4snap2";
 
 typedef struct {
     char magic[8];
     uint64_t identity, bytes, sum; /* of the model; of the whole snapshot; of what follows the header */
     int32_t kv_type, position, floor, pending; /* pending: a token already drawn, by rejection; -1: none */
+    uint64_t pending_law;
 } snapshot_header;
+
+enum { CHECKED_HEADER = sizeof(snapshot_header) - offsetof(snapshot_header, kv_type) };
 
 static void walk(walker *w, void *data, size_t n) {
     if (w->out) memcpy(w->out + w->at, data, n);
@@ -7930,10 +7951,11 @@ size_t ds4_session_save_mem(const ds4_session *s, void *buf, size_t n) {
                          .kv_type = (int32_t)s->engine->kv_type,
                          .position = s->position,
                          .floor = s->floor,
-                         .pending = s->pending};
+                         .pending = s->pending_law ? s->pending : -1,
+                         .pending_law = s->pending_law};
     memcpy(h.magic, snapshot_magic, sizeof h.magic);
     h.sum =
-        checksum(checksum(h.identity ^ h.bytes, &h.kv_type, 4 * sizeof(int32_t)), (uint8_t *)buf + sizeof h, need - sizeof h);
+        checksum(checksum(h.identity ^ h.bytes, &h.kv_type, CHECKED_HEADER), (uint8_t *)buf + sizeof h, need - sizeof h);
     memcpy(buf, &h, sizeof h);
     return need;
 }
@@ -7949,7 +7971,7 @@ static int check_snapshot(const ds4_session *s, const uint8_t *buf, size_t n, co
                     (int)s->engine->kv_type);
     if (h->bytes != n)
         return fail("%s: damaged: a snapshot of %llu bytes, %zu are there", from, (unsigned long long)h->bytes, n);
-    uint64_t sum = checksum(checksum(h->identity ^ h->bytes, &h->kv_type, 4 * sizeof(int32_t)), buf + sizeof *h, n - sizeof *h);
+    uint64_t sum = checksum(checksum(h->identity ^ h->bytes, &h->kv_type, CHECKED_HEADER), buf + sizeof *h, n - sizeof *h);
     if (sum != h->sum) return fail("%s: damaged: the checksum is wrong", from);
     if (h->position < 0 || h->floor < 0 || h->floor > h->position) return fail("%s: damaged: impossible positions", from);
     if (h->pending < -1 || h->pending >= s->engine->model->c.n_vocab)
@@ -7988,6 +8010,7 @@ static int load_snapshot(ds4_session *s, const void *buf, size_t n, const char *
     s->step_rows = 0;
     session_settle(s);
     s->pending = h.pending;
+    s->pending_law = h.pending_law;
     return 0;
 }
 
@@ -8124,6 +8147,7 @@ ds4_session *ds4_session_fork(const ds4_session *s) {
         return NULL;
     }
     session_set_drafter(copy, s->drafter, s->drafter_ctx);
+    copy->pending = s->pending;
     copy->draft = s->draft;
     copy->margin = s->margin;
     *copy->pace = *s->pace;

@@ -259,9 +259,10 @@ int ds4_session_set_lookup(ds4_session *s, int longest);
 /* Whether the model's head drafts in this session; it does unless told otherwise. -1: there is none to turn on. */
 int ds4_session_set_head(ds4_session *s, bool on);
 
-/* How this session chooses tokens from now on: copied, the bias list too. -1: refused, with the old one in force. */
+/* How this session chooses tokens from now on, the next one too: copied, the bias list too. A token that rejection has drawn in a
+ * refused draft's place stays if all is as it was when it was drawn and there is no mask. -1: refused, with the old one in force. */
 int ds4_session_set_gen(ds4_session *s, const ds4_gen *gen);
-/* The next token as the session's ds4_gen chooses it; the same until the session moves. -1 on failure. */
+/* The next token as the session's ds4_gen chooses it; the same until the session moves or its ds4_gen changes. -1 on failure. */
 int ds4_session_next(ds4_session *s);
 
 /* One cycle: evaluates `token` at the session's position together with drafts of what follows, and commits it and the

@@ -68,7 +68,7 @@ static size_t make_snapshot(const uint8_t *data, size_t size, int options) {
     h.identity = engine->model->identity;
     h.bytes = n;
     h.kv_type = (int32_t)engine->kv_type;
-    h.sum = checksum(checksum(h.identity ^ h.bytes, &h.kv_type, 4 * sizeof(int32_t)), changed + sizeof h, n - sizeof h);
+    h.sum = checksum(checksum(h.identity ^ h.bytes, &h.kv_type, CHECKED_HEADER), changed + sizeof h, n - sizeof h);
     memcpy(changed, &h, sizeof h);
     return n;
 }

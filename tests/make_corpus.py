@@ -106,7 +106,7 @@ def snapshot_seeds() -> None:
         session.eval([3, 4, 5])
         write("snapshot", "whole", bytes([4]) + session.save())
     for position in (0, 1, 9, 40):
-        for at in (0, 8, 16, 32, 36, 40, 48, 60, 400):
+        for at in (0, 8, 16, 32, 36, 40, 48, 56, 68, 400):
             write("snapshot", f"patch-{position}-{at}", bytes([SEAL | PATCH | (at & 4), position]) + struct.pack("<I", at)[:3] + b"\x01")
     write("snapshot", "damaged", bytes([PATCH, 9]) + struct.pack("<I", 4000)[:3] + b"\x55")
 

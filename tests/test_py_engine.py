@@ -122,6 +122,32 @@ def test_info(engine: Engine) -> None:
     assert repr(engine).startswith("<ds4.Engine '") and "0 of 1024 tokens" in repr(Session(engine))
 
 
+def test_new_settings_hold_for_the_next_token(engine: Engine) -> None:
+    """A token that rejection has drawn in a draft's place is drawn anew when the settings change, the mask too; it stays in a fork,
+    and when something else changes."""
+    even, only = np.arange(engine.info.vocab) % 2 == 0, np.arange(engine.info.vocab) == 7
+    sampling = {"temperature": 1.2, "scheme": "rejection", "mask": lambda ids: even}
+    found = 0
+    for seed in range(30):
+        with Session(engine) as s:
+            s.set_sampling(seed=seed, **sampling)
+            s.set_speculation(3)
+            s.eval(engine.prompt(TEXT))
+            s.step(s.next(), 8)
+            drawn = s.next()
+            with s.fork() as copy:
+                copy.set_speculation(1)
+                s.set_speculation(0)
+                assert copy.next() == drawn == s.next()
+            s.set_sampling(seed=seed, **sampling | {"mask": lambda ids: even})  # another function, if an equal one
+            found += s.next() != drawn
+            s.set_sampling(seed=seed, **sampling | {"mask": lambda ids: only})
+            assert s.next() == 7
+            s.set_sampling(seed=seed, logit_bias={8: float("-inf"), 9: 50.0})
+            assert s.next() == 9
+    assert found > 3
+
+
 # ---- text ----
 
 

@@ -384,6 +384,86 @@ def test_a_pending_token_survives_fork_save_and_load(pair: Engine) -> None:
     assert found > 3            # it was another token than a plain draw, often enough
 
 
+def redrawn(s: Session) -> int:
+    """The plain draw by the session's own settings."""
+    return int(check(lib.ds4_session_sample(s.p, ffi.NULL)))
+
+
+def waiting(pair: Engine, seed: int, **options: Any) -> Session | None:
+    """A session whose next token rejection has drawn in a draft's place, another than the plain draw; None if it is the same."""
+    _, s = sampled(pair, 12, 3, temperature=1.2, seed=seed, scheme="rejection", **options)
+    s.step(s.next(), 8)
+    if s.next() != redrawn(s):
+        return s
+    s.close()
+    return None
+
+
+def test_new_settings_hold_for_the_next_token(pair: Engine) -> None:
+    """A token drawn by rejection under other settings is drawn anew, as plain sampling draws; one drawn under the same settings
+    stays, however the session came by them."""
+
+    def only(ids: list[int], allowed: np.ndarray) -> None:
+        allowed[:] = 0
+        allowed[7:9] = 1
+
+    options = {"temperature": 1.2, "scheme": "rejection"}
+    found = 0
+    for seed in range(40):
+        s = waiting(pair, seed)
+        if s is None:
+            continue
+        found += 1
+        token, z, options["seed"] = s.next(), s.logits(), seed
+        changed: list[dict[str, Any]] = [
+            {"temperature": 0.4}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {"seed": seed + 1000}, {"bias": {token: -math.inf}},
+            {"bias": {5: 9.0}}, {"presence_penalty": 1.0, "penalty_from": 0}, {"frequency_penalty": 0.5},
+        ]  # fmt: skip
+        for change in changed:
+            s.set_gen(**options | change)
+            plain = s.sample(**{**options, **change, "scheme": "coupled"})
+            assert s.next() == plain == s.fork().next(), change
+            s.set_gen(**options, penalty_from=3)      # no penalties: the same law
+            assert s.next() == token, change
+        s.set_gen(**options, bias={token: -math.inf})
+        assert s.next() != token
+        other = pair.session()                        # a snapshot knows by which settings the token was drawn
+        other.load(s.save())
+        other.set_gen(**options)
+        assert other.next() == token
+        other.set_gen(**options | {"temperature": 1.3})
+        assert other.next() == other.sample(temperature=1.3, seed=seed)
+        s.set_gen(**options, mask=only)
+        assert s.next() in (7, 8) and np.array_equal(s.logits(), z)
+        s.set_gen(**options)
+        assert s.next() == s.sample(temperature=1.2, seed=seed)      # masks cannot be compared: it is not asked for again
+        s.close()
+        other.close()
+    assert found > 3
+
+
+def test_a_token_drawn_under_a_mask_stays_in_a_copy(pair: Engine) -> None:
+    """But not where another mask may be in force: after set_gen or in another session."""
+
+    def even(ids: list[int], allowed: np.ndarray) -> None:
+        allowed[1::2] = 0
+
+    found = 0
+    for seed in range(40):
+        s = waiting(pair, seed, mask=even)
+        if s is None:
+            continue
+        found += 1
+        token, copy, other = s.next(), s.fork(), pair.session()
+        other.set_gen(temperature=1.2, seed=seed, scheme="rejection", mask=even)
+        other.load(s.save())
+        assert copy.next() == token == s.next()
+        assert other.next() == redrawn(s) != token
+        for x in (s, copy, other):
+            x.close()
+    assert found > 3
+
+
 def test_wrong_samplers_are_refused(pair: Engine) -> None:
     s = pair.session()
     s.set_gen(temperature=0.5)

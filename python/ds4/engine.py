@@ -540,6 +540,7 @@ class Session:
         """Most tokens it can hold."""
         self._settings = settings
         self._used: Settings | None = None
+        self._gen: Gen | None = None
         self._mask: MaskCall | None = None
         self._proposer: registry.Proposer | None = None
         self._proposer_of = ""
@@ -572,7 +573,7 @@ class Session:
         handle = self.engine._handle.adopt(check(self._handle.call(lib.ds4_session_fork)))
         copy = Session.__new__(Session)
         copy._start(self.engine, handle, self._settings)
-        copy._mask = self._mask
+        copy._mask, copy._gen = self._mask, self._gen
         return copy
 
     # ---- tokens in, logits out ----
@@ -679,7 +680,7 @@ class Session:
         penalty_from: int = 0,
         mask: Mask | None = None,
     ) -> None:
-        """How `next` and `step` choose tokens, as in `Options`. Penalties count the tokens from position penalty_from on."""
+        """How `next` and `step` choose tokens from now on, as in `Options`. Penalties count the tokens from position penalty_from on."""
         bias = tuple(sorted(dict(logit_bias).items()))
         gen = Gen(temperature, top_k, top_p, min_p, seed, presence_penalty, frequency_penalty, bias, scheme, penalty_from, mask)
         settings = replace(self._settings, gen=gen)
@@ -699,16 +700,17 @@ class Session:
 
     def _use(self, settings: Settings) -> None:
         """Tell C, if it does not know. A generation may have its own settings, and may be left without an end."""
-        used = self._used
-        if used == settings:
+        if self._used == settings:
             return
         with self._handle.lock:
             self._used = None
             stops = _ids(settings.stop_tokens)
-            gen = ffi.new("ds4_gen *")
-            _bias, mask = _fill_gen(gen, settings.gen, self.engine.info.vocab)
-            check(self._handle.call(lib.ds4_session_set_gen, gen))
-            self._mask = mask
+            if self._gen != settings.gen:  # to C a mask that is given again may be another
+                self._gen = None
+                gen = ffi.new("ds4_gen *")
+                _bias, mask = _fill_gen(gen, settings.gen, self.engine.info.vocab)
+                check(self._handle.call(lib.ds4_session_set_gen, gen))
+                self._mask, self._gen = mask, settings.gen
             self._drafts_by(settings)
             check(self._handle.call(lib.ds4_session_set_stops, _int_array(stops), len(stops), settings.ignore_eos))
             self._used = settings
