@@ -6634,7 +6634,8 @@ typedef struct cycle {
     int max; /* a step commits at most so many; 0: a prompt */
     float *all; /* (n, n_vocab): logits of every row, or NULL */
     bool last; /* a prompt's last logits are wanted */
-    const int *given; /* the caller's drafts, or NULL: the session's drafter is asked */
+    const int *given; /* the caller's drafts, or rows of logits to draw them from; both NULL: the session's drafter is asked */
+    const float *given_logits;
     int n_given;
     int room; /* drafts that fit */
     int k, drafts[DS4_MAX_DRAFT];
@@ -6685,13 +6686,18 @@ static float lead_of(const kernels *k, int n, const float *z, int id) {
     return z[id] - best;
 }
 
-/* Draft number c->k from the head's logits z: drawn as the target's token will be, so that both come to the same. */
+/* A draft from logits z: drawn as the target's token will be, so that both come to the same; by rejection from noise of its own. */
+static int choose_draft(ds4_session *s, sampler *b, const float *z, int position) {
+    return choose(s, b, z, position, b->draft_logits ? FOR_DRAFT : FOR_TOKEN);
+}
+
+/* Draft number c->k from the head's logits z, or the caller's. */
 static void head_choose(cycle *c, const float *z) {
     ds4_session *s = c->s;
     const ds4_engine *e = s->engine;
     int V = e->model->c.n_vocab;
     bool laws = c->by->draft_logits;
-    int id = choose(s, c->by, z, s->position + 1 + c->k, laws ? FOR_DRAFT : FOR_TOKEN);
+    int id = choose_draft(s, c->by, z, s->position + 1 + c->k);
     if (laws) memcpy(c->by->draft_logits + (int64_t)c->k * V, z, (size_t)V * sizeof *z);
     if (id >= 0) c->laws = c->k + 1;
     c->ended = id < 0 || ds4_session_is_stop(s, id);
@@ -6899,7 +6905,7 @@ static int check_cycle(const cycle *c) {
     for (int i = 0; i < c->n; i++)
         if (check_token(s, c->tokens[i])) return -1;
     if (c->n_given > DS4_MAX_DRAFT) return fail("%d drafts; a cycle takes at most %d", c->n_given, DS4_MAX_DRAFT);
-    for (int i = 0; i < c->n_given; i++)
+    for (int i = 0; c->given && i < c->n_given; i++)
         if (check_token(s, c->given[i])) return -1;
     if (s->position >= s->ctx) return fail_as(DS4_CONTEXT_FULL, "the context is full: %d tokens", s->ctx);
     if (c->n > s->ctx - s->position)
@@ -6919,7 +6925,7 @@ static int cycle_error(const cycle *c, int result) {
 static int draft_room(const cycle *c, int most) {
     const ds4_session *s = c->s;
     int room = min_int(min_int(c->max - 1, s->ctx - s->position - 1), min_int(s->batch - 1, most));
-    int wanted = c->given ? c->n_given : !s->drafter && !s->lookup ? 0 : s->draft == DS4_DRAFT_AUTO ? DS4_MAX_DRAFT : s->draft;
+    int wanted = c->given || c->given_logits ? c->n_given : !s->drafter && !s->lookup ? 0 : s->draft == DS4_DRAFT_AUTO ? DS4_MAX_DRAFT : s->draft;
     return max_int(0, min_int(wanted, room));
 }
 
@@ -6974,7 +6980,9 @@ static void propose(ds4_engine *e, cycle *list, int n, int most) {
         c->ended = c->room == 0;
         if (c->max && !c->result) c->s->tokens[c->s->position] = c->tokens[0];
         for (int j = 0; c->given && j < c->room && !ds4_session_is_stop(c->s, c->given[j]); j++) add_draft(c, c->given[j], NAN);
-        c->ended = c->ended || c->given;
+        for (int j = 0; c->given_logits && j < c->room && !c->ended; j++)
+            head_choose(c, c->given_logits + (int64_t)j * e->model->c.n_vocab);
+        c->ended = c->ended || c->given || c->given_logits;
         if (!c->ended) choose_drafter(c, min_int(rows, e->s.rows) - 1);
     }
     for (int i = 0; i < n; i++) {
@@ -7094,6 +7102,18 @@ int ds4_session_step(ds4_session *s, int token, int max, int *out) {
 int ds4_session_verify(ds4_session *s, int token, const int *drafts, int n, int max, int *out) {
     if (n < 0) return fail("%d drafts; expected 0 or more", n);
     return run_step((cycle){.s = s, .by = &s->by, .max = max, .given = n ? drafts : &token, .n_given = n}, token, out);
+}
+
+int ds4_session_verify_logits(ds4_session *s, int token, const float *logits, int n, int max, int *out) {
+    int V = s->engine->model->c.n_vocab;
+    if (n < 0) return fail("%d rows of draft logits; expected 0 or more", n);
+    for (int64_t i = 0; n <= DS4_MAX_DRAFT && i < (int64_t)n * V; i++)
+        if (!(logits[i] < INFINITY))
+            return fail("draft logit %d of row %d is %g; expected a number or -inf", (int)(i % V), (int)(i / V),
+                        (double)logits[i]);
+    return run_step(
+        (cycle){.s = s, .by = &s->by, .max = max, .given = n ? NULL : &token, .given_logits = n ? logits : NULL, .n_given = n},
+        token, out);
 }
 
 int ds4_session_eval_speculative_argmax(ds4_session *s, int first, int max) {
@@ -7621,7 +7641,7 @@ int ds4_session_draft(ds4_session *s, int token, int k, float *out) {
         s->tokens[s->position + n] = next;
         e->row_room[0].s = s;
         head_step(e, 1, n, out + (int64_t)n * V);
-        next = (int)e->dev.k->argmax(V, out + (int64_t)n * V);
+        next = choose_draft(s, &s->by, out + (int64_t)n * V, s->position + 1 + n);
     }
     int pending = s->pending; /* it moved nothing */
     session_settle(s);

@@ -224,7 +224,8 @@ int ds4_session_eval_logits(ds4_session *s, const int *tokens, size_t n, float *
 int ds4_session_head_logits(ds4_session *s, int from, int to, float *out);
 
 /* The head's logits for the k tokens after `token`, which stands at the session's position, into out float32 [k, V]: each row
- * follows the one before by its most likely token. Ids outside the shortlist (mtp_shortlist) get -FLT_MAX. Commits nothing.
+ * follows the one before by the token that the session's ds4_gen draws from it (greedy: the most likely one), as a step would
+ * draft. Ids outside the shortlist (mtp_shortlist) get -FLT_MAX. Commits nothing.
  * Returns the rows made: fewer after a stop token and at the context's end, none at position 0, which has nothing to draft from. */
 int ds4_session_draft(ds4_session *s, int token, int k, float *out);
 
@@ -272,6 +273,10 @@ int ds4_session_next(ds4_session *s);
 int ds4_session_step(ds4_session *s, int token, int max, int *out);
 /* The same with the caller's drafts [n], at most DS4_MAX_DRAFT, in place of the session's drafter. */
 int ds4_session_verify(ds4_session *s, int token, const int *drafts, int n, int max, int *out);
+/* The same with the caller's logits for the tokens after `token`, float32 [n, V], below infinity: drafts are drawn from them as the
+ * session's ds4_gen says, with the noise that the target's tokens are drawn with, or by rejection judged by their law. Of
+ * ds4_session_draft's rows it makes the step that ds4_session_step would make. */
+int ds4_session_verify_logits(ds4_session *s, int token, const float *logits, int n, int max, int *out);
 /* Keeps the first n (1 to all) of the tokens that the last step committed: the session, how far it can go back and its counters
  * are as if the step had committed no more. For who finds an end in the text of those tokens. -1 otherwise, nothing changed. */
 int ds4_session_keep(ds4_session *s, int n);

@@ -170,6 +170,12 @@ class Session:
         n = check(lib.ds4_session_verify(self.p, token, drafts, len(drafts), most, self.room))
         return list(self.room[0:n])
 
+    def verify_logits(self, token: int, logits: np.ndarray, most: int) -> list[int]:
+        rows = np.ascontiguousarray(logits, np.float32)
+        pointer = ffi.from_buffer("float[]", rows)
+        n = check(lib.ds4_session_verify_logits(self.p, token, pointer, len(rows), most, self.room))
+        return list(self.room[0:n])
+
     def generate(self, n: int) -> list[int]:
         """n greedy tokens by steps, evaluated all of them (fewer at a stop token or the end of the context)."""
         out: list[int] = []

@@ -1,8 +1,9 @@
-"""Cycles whose drafts the caller chooses: ds4_session_draft and ds4_session_verify."""
+"""Cycles whose drafts the caller chooses: ds4_session_draft, ds4_session_verify and ds4_session_verify_logits."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,64 @@ def test_a_cycle_by_hand_is_a_step(model: Path, head: Path, margin: float) -> No
         assert list(hand.stats.accepted) == list(steps.stats.accepted)
         if "small" in model.name:
             assert sum(hand.stats.accepted) >= (5 if margin else 20)
+
+
+SAMPLERS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "frequency_penalty": 2.0, "bias": {5: 3.0}},
+    {"temperature": 0.8, "seed": 5},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "presence_penalty": 0.7, "seed": 6},
+    {"temperature": 0.8, "seed": 7, "scheme": "rejection"},
+    {"temperature": 1.2, "top_k": 9, "min_p": 0.02, "frequency_penalty": 0.3, "seed": 8, "scheme": "rejection"},
+]
+
+
+@pytest.mark.parametrize(("model", "head"), MODELS, ids=["tiny", "small"])
+@pytest.mark.parametrize("sampler", range(len(SAMPLERS)))
+def test_drafts_drawn_from_given_logits(model: Path, head: Path, sampler: int) -> None:
+    """draft, then verify_logits: the step that ds4_session_step makes, however tokens are chosen."""
+    with Engine(model, head, threads=1) as engine:
+        steps, hand = engine.session(), engine.session()
+        for session in (steps, hand):
+            session.set_mtp(3, 0.0)
+            session.set_stops([7, 8, 9], ignore_eos=True)
+            session.eval(PROMPT)
+            session.set_gen(**SAMPLERS[sampler])
+        while steps.position < len(PROMPT) + 2 * LENGTH:
+            token = steps.next()
+            assert hand.next() == token
+            before = hand.save()
+            rows = hand.draft(token, 3)
+            assert hand.save() == before
+            assert hand.verify_logits(token, rows, 8) == steps.step(token, 8)
+            assert hand.save() == steps.save()
+        for field in ("emitted", "cycles", "passes", "corrections", "bonus"):
+            assert getattr(hand.stats, field) == getattr(steps.stats, field), field
+        assert list(hand.stats.accepted) == list(steps.stats.accepted)
+        if "small" in model.name:
+            assert sum(hand.stats.accepted) >= 15
+
+
+def test_given_logits_that_are_none() -> None:
+    """NaN and infinity are refused, -inf rules a token out; rows beyond what fits are not read."""
+    with Engine(*MODELS[0], threads=1) as engine:
+        session = engine.session()
+        session.eval(PROMPT)
+        before = session.save()
+        for value in (np.nan, np.inf):
+            rows = np.zeros((3, engine.vocab), np.float32)
+            rows[1, 4] = value
+            with pytest.raises(Failed, match="draft logit 4 of row 1 is"):
+                session.verify_logits(3, rows, 4)
+        with pytest.raises(Failed, match="17 drafts; a cycle takes at most 16"):
+            session.verify_logits(3, np.zeros((17, engine.vocab)), 4)
+        assert session.save() == before
+        only = np.full((1, engine.vocab), -np.inf)
+        for gen in SAMPLERS:
+            session.set_gen(**gen)
+            assert session.verify_logits(3, only, 4) == [3]  # nothing can be drawn from it, or what is drawn is refused
+            session.rewind(len(PROMPT))
+        assert session.verify_logits(3, only[:0], 4) == [3]
 
 
 def test_a_token_that_was_drawn_stays_drawn() -> None:

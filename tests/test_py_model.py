@@ -13,8 +13,8 @@ import built  # noqa: F401 - builds the extension
 import numpy as np
 import pytest
 from conftest import ROOT
-from ds4 import ContextFull, InvalidArgument, LoadError, Model, RewindError, SamplerConfig, names, registry
-from ds4.model import MTPCache, options_of
+from ds4 import ContextFull, InvalidArgument, LoadError, Model, RewindError, SamplerConfig, names, registry, sampling
+from ds4.model import MTPCache, _sampling, hold, options_of
 
 TINY = ROOT / "tests/data/tiny"
 PROMPT = "And it came to pass"
@@ -33,6 +33,10 @@ CONFIGS = {
     "greedy": SamplerConfig(speculative_depth=2),
     "margin 0": SamplerConfig(speculative_depth=3, margin=0),
     "sampled": SamplerConfig(speculative_depth=2, temperature=1.5, top_k=50, seed=7),
+    "rejection": SamplerConfig(speculative_depth=3, temperature=1.0, seed=3, scheme="rejection"),
+    "rejection, filtered": SamplerConfig(
+        speculative_depth=3, temperature=1.3, top_k=30, presence_penalty=1, seed=4, scheme="rejection"
+    ),
     "penalties": SamplerConfig(
         speculative_depth=2, temperature=0.7, presence_penalty=3, frequency_penalty=2, logit_bias={5: 1.0}
     ),
@@ -104,20 +108,34 @@ def by_hand(model: Model, cache: MTPCache, ids: list[int], length: int, depth: i
     return passes
 
 
+def by_steps(model: Model, config: SamplerConfig, prompt: list[int], length: int, depth: int) -> list[int]:
+    """The same by `Session.step`, whose first drafts follow the prompt's last token too."""
+    with model.engine.session() as s:
+        s.eval(prompt[:-1])
+        s.set_sampling(penalty_from=len(prompt), **_sampling(config))
+        s.set_speculation(depth, config.margin)
+        token = prompt[-1]
+        while s.position < len(prompt) + length:
+            s.step(token, depth + 1)
+            token = s.next()
+        return [*s.tokens[len(prompt) :], token]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_loop_is_generate(model: Model, name: str) -> None:
     config = CONFIGS[name]
     prompt = model.encode(PROMPT)
     expected = model.generate(PROMPT, sampler_cfg=config, max_tokens=LENGTH).tokens
     plain = model.generate(PROMPT, sampler_cfg=replace(config, draft_core="none"), max_tokens=LENGTH).tokens
-    assert expected == plain
+    assert expected == plain or config.scheme == "rejection"
     for depth, commit in ((0, True), (1, True), (3, True), (3, False), (16, True)):
         ids = list(prompt)
         with model.make_mtp_cache(config) as cache:
             passes = by_hand(model, cache, ids, LENGTH, depth, commit=commit)
-            assert ids[len(prompt) :][:LENGTH] == expected, (depth, commit)
-            if name == "margin 0" and depth == 3:
-                assert passes < LENGTH * 0.7
+            steps = by_steps(model, config, prompt, LENGTH, depth)
+            assert ids[len(prompt) :][:LENGTH] == steps[:LENGTH], (depth, commit)
+            assert steps[:LENGTH] == plain or (config.scheme == "rejection" and depth)
+            assert name not in ("margin 0", "rejection", "sampled") or depth != 3 or passes < LENGTH * 0.7
             if commit:  # nothing is evaluated twice, the prompt's last token included
                 assert cache.session.stats.prompt_tokens == len(prompt) - 1
 
@@ -127,6 +145,53 @@ def test_penalties_count_generated_tokens_only(model: Model) -> None:
     out = model.generate(PROMPT, sampler_cfg=config, max_tokens=LENGTH)
     assert len(set(out.tokens)) == len(out.tokens)
     assert set(out.tokens) & set(model.encode(PROMPT)[1:])
+
+
+@pytest.mark.parametrize("scheme", ["coupled", "rejection"])
+@pytest.mark.parametrize("drafts", ["good", "bad", "certain"])
+def test_the_law_of_hand_loops(scheme: str, drafts: str) -> None:
+    """Counts of three tokens behind a prompt against the target's law, for drafts drawn from other laws; a coin says whether what was
+    accepted is committed or trimmed."""
+    config = SamplerConfig(temperature=1.0, top_k=3, margin=0, scheme=scheme)  # type: ignore[arg-type]
+    rng, texts = np.random.default_rng(5), 1500
+    with Model.from_pretrained(TINY / "target.gguf", TINY / "head-ds4.gguf", threads=1) as tiny, tiny.engine.session() as s:
+        prompt, law = [*range(20, 30)], dict[tuple[int, ...], float]()
+        after: dict[tuple[int, ...], np.ndarray] = {}
+        for text in ((), *((a,) for a in range(256)), *((a, b) for a in range(256) for b in range(256))):
+            if text and text not in law:
+                continue
+            hold(s, [*prompt, *text])
+            after[text] = s.logits().astype(np.float64)
+            p = sampling.law(after[text], config)
+            law |= {(*text, int(t)): law.get(text, 1.0) * float(p[t]) for t in np.flatnonzero(p)}
+        law = {text: p for text, p in law.items() if len(text) == 3}
+        noise = {"good": 0.3, "bad": 3.0, "certain": 0.0}[drafts]
+        guess = {text: z + noise * rng.standard_normal(256) for text, z in after.items()}
+        if drafts == "certain":
+            guess = {text: np.where(z == z.max(), 0.0, -np.inf) for text, z in guess.items()}
+        counts, accepted = dict.fromkeys(law, 0), 0
+        for seed in range(texts):
+            with tiny.make_mtp_cache(replace(config, seed=seed), ctx=32) as cache:
+                ids = list(prompt)
+                while len(ids) < len(prompt) + 3:
+                    done = tuple(ids[len(prompt) :])
+                    follow = (*done, int(guess[done].argmax()))  # the second draft's law supposes that the first is this one
+                    rows = [guess[t] for t in (done, follow) if t in guess]
+                    verified = tiny.mtp_update_cache(cache, ids, np.array(rows))
+                    accepted += verified.accepted
+                    if rng.integers(2):
+                        tiny.commit(cache)
+                    else:
+                        cache.trim()
+                    ids += verified.tokens
+                counts[tuple(ids[len(prompt) :][:3])] += 1
+        assert accepted > texts / 10
+        seen, want = np.array([*counts.values()]), texts * np.array([*law.values()])
+        assert len(want) > 20 and abs(sum(law.values()) - 1) < 1e-9
+        rare = want < 8
+        seen, want = (np.append(a[~rare], a[rare].sum() + 1) for a in (seen, want))
+        x, k = float(((seen - want) ** 2 / want).sum()), len(want) - 1
+        assert x < k + 4 * (2 * k) ** 0.5 + 8, (x, k)
 
 
 def test_any_drafts(model: Model) -> None:

@@ -791,9 +791,7 @@ BENCH_TEXT = (
     "-n", "--tokens", type=click.IntRange(1, MAX_TOKENS), default=64, show_default=True, help="Generated for each measurement."
 )
 @click.option("--mtp-draft", type=click.IntRange(1, MAX_DEPTH), help="A depth to try besides 1, 2, 3, 4 and 8.")
-@click.option(
-    "--mtp-margin", type=FloatRange(0, 1000), default=3.0, show_default=True, help="The margin to try besides 0."
-)
+@click.option("--mtp-margin", type=FloatRange(0, 1000), default=3.0, show_default=True, help="The margin to try besides 0.")
 @click.option(
     "--bench-ctx", type=Numbers(), help="The contexts to measure at, ascending. [default: 0,512,2048, those that fit]"
 )

@@ -778,13 +778,14 @@ class Session:
     def draft(self, token: int, k: int) -> npt.NDArray[np.float32]:
         """The head's logits for the k tokens after `token`, which stands at the session's position: float32 [k, V].
 
-        Each row follows the one before by its most likely token; ids outside the engine's shortlist get -FLT_MAX. Commits nothing. Fewer rows behind a stop token and at the
-        context's end, none at position 0. Raises InvalidArgument without a head.
+        Each row follows the one before by the token that the session's sampling draws from it, as a step would draft; ids outside
+        the engine's shortlist get -FLT_MAX. Commits nothing. Fewer rows behind a stop token and at the context's end, none at
+        position 0. Raises InvalidArgument without a head.
         """
         out = np.empty((max(0, min(k, MAX_DRAFT)), self.engine.info.vocab), np.float32)
         with self._handle.lock:
             self._use(self._settings)
-            return out[: check(self._handle.call(lib.ds4_session_draft, token, k, ffi.from_buffer("float[]", out)))]
+            return out[: self._check(self._handle.call(lib.ds4_session_draft, token, k, ffi.from_buffer("float[]", out)))]
 
     def verify(self, token: int, drafts: Tokens, most: int = MAX_DRAFT + 1) -> list[int]:
         """`step` with your drafts, at most 16, in place of the session's. Whatever they are, the text is the target's."""
@@ -796,6 +797,21 @@ class Session:
         ids = _ids(drafts)
         n = self._check(self._handle.call(lib.ds4_session_verify, token, _int_array(ids), len(ids), most, self._room))
         return list(self._room[0:n])
+
+    def verify_logits(self, token: int, logits: npt.NDArray[np.floating[Any]], most: int = MAX_DRAFT + 1) -> list[int]:
+        """`step` with drafts drawn from your logits for the tokens after `token`, [n, V] with n up to 16, as the session's sampling
+        says: of `draft`'s rows the drafts that `step` would make. Raises InvalidArgument for NaN and +inf."""
+        rows = np.ascontiguousarray(np.maximum(logits, np.finfo(np.float32).min), np.float32)
+        if rows.ndim != 2 or rows.shape[1] != self.engine.info.vocab:
+            raise errors.InvalidArgument(
+                f"logits have shape {rows.shape}; expected [up to {MAX_DRAFT}, {self.engine.info.vocab}]"
+            )
+        with self._handle.lock:
+            self._use(self._settings)
+            most = min(most, len(self._room))
+            pointer = ffi.from_buffer("float[]", rows)
+            call = lib.ds4_session_verify_logits
+            return list(self._room[0 : self._check(self._handle.call(call, token, pointer, len(rows), most, self._room))])
 
     def keep(self, n: int) -> None:
         """Keep the first n tokens of those that the last step committed: all is as if it had committed no more."""

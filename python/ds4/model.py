@@ -279,8 +279,8 @@ class Model:
         nothing here, and a text that was changed is right all the same (one that was changed further back than the session can
         rewind is evaluated from its beginning). Drafts that were not committed are dropped, as by `trim()`.
 
-        Row j is the head's guess at the token at position n + j, made as if the rows before it had their most likely tokens; ids
-        outside the engine's shortlist have -FLT_MAX.
+        Row j is the head's guess at the token at position n + j, made as if the rows before it had the tokens that the cache's
+        sampler draws from them (greedy: the most likely ones); ids outside the engine's shortlist have -FLT_MAX.
         Fewer rows than depth at the end of the context and behind a stop token, which nothing follows; none for a text of one
         token, which the head cannot go on from. Nothing is committed.
 
@@ -296,25 +296,26 @@ class Model:
     def mtp_update_cache(self, draft_cache: MTPCache, input_ids: Ids, draft_logits: npt.NDArray[np.floating[Any]]) -> Verified:
         """Verify drafts in one pass of the target; see `Verified`.
 
-        input_ids as for `mtp_forward`. draft_logits, [k, V] with k up to 16: the draft at position n + j is the most likely token
-        of row j, the lowest id of equal ones. They need not come from `mtp_forward`: whatever is drafted, only tokens that the
-        target chooses itself are accepted, and none behind a stop token.
+        input_ids as for `mtp_forward`. draft_logits, [k, V] with k up to 16: the draft at position n + j is what the cache's
+        sampler draws from row j, as `generate` draws its drafts (greedy: the most likely token, the lowest id of equal ones; -inf
+        rules a token out). They need not come from `mtp_forward`: whatever is drafted, the law of the text is the target's, and
+        nothing is drafted behind a stop token.
 
         Afterwards the cache holds input_ids, the last token too, and the accepted drafts, not yet committed: `commit` keeps them,
         `trim` drops them. Either is right: what is kept is not evaluated again.
 
-        Raises InvalidArgument for another shape, NaN and ids outside the vocabulary, ContextFull if the text does not fit; nothing
+        Raises InvalidArgument for another shape, NaN, +inf and ids outside the vocabulary, ContextFull if the text does not fit; nothing
         is verified then.
         """
         ids, rows = _text(self.engine, input_ids), np.asarray(draft_logits)
         vocab = self.engine.info.vocab
         if rows.ndim != 2 or rows.shape[1] != vocab or len(rows) > MAX_DRAFT:
             raise InvalidArgument(f"draft_logits has shape {rows.shape}; expected [up to {MAX_DRAFT}, {vocab}]")
-        if np.isnan(rows).any():
-            raise InvalidArgument("draft_logits holds NaN")
+        if not (rows < np.inf).all():
+            raise InvalidArgument(f"draft_logits holds {'NaN' if np.isnan(rows).any() else 'inf'}")
         draft_cache._hold(ids)
         session = draft_cache.session
-        done = session.verify(ids[-1], rows.argmax(axis=1).tolist(), len(rows) + 1)
+        done = session.verify_logits(ids[-1], rows, len(rows) + 1)
         draft_cache._drafts = len(done) - 1
         return Verified(len(done) - 1, [*done[1:], session.next()], session.logits())
 
