@@ -10,6 +10,7 @@
 #include "ds4_help.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <math.h>
 #include <poll.h>
@@ -2563,7 +2564,16 @@ static int run_prompt(App *app, const Prompt *prompt) {
     return status;
 }
 
+/* A standard stream that came closed would lend its number to the next file that is opened, and what is printed would go there.
+ * Nothing can be read from or written to what stands in its place, so that its use fails as before. */
+static void hold_standard_streams(void) {
+    for (int fd = 0; fd <= STDERR_FILENO; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY) < 0) exit(1);
+}
+
 int main(int argc, char **argv) {
+    hold_standard_streams();
+    signal(SIGXFSZ, SIG_IGN);          /* a file that grows beyond the limit is a failed write, with a message */
     App app = {.opt = read_options(argc, argv)};
     Options *opt = &app.opt;
     int status = 0;

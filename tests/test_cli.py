@@ -7,6 +7,7 @@ import math
 import os
 import pty
 import re
+import resource
 import select
 import shutil
 import signal
@@ -620,6 +621,61 @@ def test_no_write_ends_inside_a_character(cli: Cli) -> None:
     assert process.wait() == 0
 
 
+# ---- readers that leave, streams that are closed, disks that are full ------------------------------------------------
+
+
+def test_a_reader_that_leaves(cli: Cli, tmp_path: Path) -> None:
+    """It ends the program at once; a session's file stays as it was, and nothing is left beside it."""
+    saved = tmp_path / "s"
+    cli("-p", PROMPT, "-n", 5, "--session", saved)
+    before = saved.read_bytes()
+    process = cli.start(cli.model, "-p", "", "-n", 4000, "--ignore-eos", "--session", saved)
+    assert process.stdout and process.stdout.read(10)
+    process.stdout.close()
+    assert process.wait(60) == -signal.SIGPIPE and process.stderr and process.stderr.read() == b""
+    assert saved.read_bytes() == before and os.listdir(tmp_path) == ["s"]
+
+
+def test_closed_streams_are_not_taken_for_files(cli: Cli, tmp_path: Path) -> None:
+    """What would have been printed there does not go to the next file that is opened."""
+    stats = tmp_path / "s.json"
+    args = [cli.program, "-m", cli.model, "-p", PROMPT, "-n", "5", "--stats", "--stats-json", stats]
+    for fd, status in ((0, 0), (1, 1), (2, 0)):
+        stats.unlink(missing_ok=True)
+        done = subprocess.run(
+            args, capture_output=True, preexec_fn=lambda fd=fd: os.close(fd), env=environment(), check=False
+        )
+        assert done.returncode == status
+        if status == 0:
+            assert json.loads(stats.read_text())["generated_tokens"] == 5
+            assert done.stdout and bool(done.stderr) == (fd != 2)
+        else:
+            assert one_line(done.stderr) == "ds4: standard output: Bad file descriptor\n" and stats.read_bytes() == b""
+
+
+def test_a_file_beyond_the_limit(cli: Cli, tmp_path: Path) -> None:
+    """RLIMIT_FSIZE, whose signal would end the program: a message, and nothing is left of the file."""
+    limit = (16384, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    for option, left in (("--session", []), ("--dump-logits", ["f"])):
+        done = subprocess.run(
+            [cli.program, "-m", cli.model, "-p", PROMPT, "-n", "5", option, tmp_path / "f"],
+            capture_output=True, env=environment(), check=False,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+        )  # fmt: skip
+        assert done.returncode == 1 and one_line(done.stderr).endswith(": File too large\n")
+        assert os.listdir(tmp_path) == left
+
+
+def test_outputs_that_cannot_be_written(cli: Cli, tmp_path: Path) -> None:
+    """Seen before the answer where it can be, and always one line that names the file."""
+    for path, shown in ((tmp_path / "none/s.json", b""), (tmp_path, b""), (Path("/dev/full"), cli("-p", PROMPT, "-n", 5).stdout)):
+        for option in ("--stats-json", "--dump-logprobs"):
+            done = cli("-p", PROMPT, "-n", 5, option, path, status=1)
+            assert str(path) in one_line(done.stderr) and done.stdout == shown
+    with Path("/dev/full").open("wb") as full:
+        assert cli.start(cli.model, "-p", PROMPT, "-n", 5, stdout=full).wait(60) == 1
+
+
 # ---- sessions --------------------------------------------------------------------------------------------------------
 
 
@@ -809,6 +865,22 @@ def test_an_interrupt_ends_an_answer(cli: Cli, tmp_path: Path) -> None:
     assert process.wait(60) == 130
     s = json.loads(stats.read_text())
     assert s["finish_reason"] == "cancelled" and s["generated_tokens"] > 0 and saved.exists()
+
+
+def test_an_interrupt_in_a_prompt(cli: Cli, tmp_path: Path) -> None:
+    """Status 130 after the pass in work, nothing printed, the saved session as it was."""
+    saved, text, stats = tmp_path / "s", tmp_path / "long", tmp_path / "j"
+    cli("-p", PROMPT, "-n", 5, "--session", saved)
+    before = saved.read_bytes()
+    text.write_text(PROMPT * 600)
+    args = ["--prompt-file", text, "--prefill-chunk", 1, "--session", saved, "--stats-json", stats]  # many passes
+    process = cli.start(cli.model, *args)
+    while not stats.exists():  # the model is open, the prompt about to be read
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert process.stdout and process.stderr and process.stdout.read() == process.stderr.read() == b""
+    assert saved.read_bytes() == before
 
 
 class Terminal:
