@@ -597,7 +597,8 @@ static double meta_number(const meta *m, uint64_t i) {
         READ(G_I16, int16_t)
         READ(G_U32, uint32_t)
         READ(G_I32, int32_t)
-        READ(G_F32, float) READ(G_U64, uint64_t) READ(G_I64, int64_t) READ(G_F64, double)
+        READ(G_F32, float)
+        READ(G_U64, uint64_t) READ(G_I64, int64_t) READ(G_F64, double)
 #undef READ
             default : return NAN;
     }
@@ -885,7 +886,7 @@ static const char *type_name(uint32_t id) {
     return id < sizeof names / sizeof *names ? names[id] : "of an unknown number";
 }
 
-/* Rows of activations. Row r: f + r*n, q + r*n, d + r*(n/block), sum + r*(n/16).
+/* Rows of activations. Row r: f + r*n, q + r*act_stride(n), d + r*(n/block), sum + r*(n/16).
  * `q` is in the kernels' own order (act_offset); `sum` holds the sums of 16 consecutive values of q, in natural order. */
 typedef struct {
     int64_t n;
@@ -894,6 +895,10 @@ typedef struct {
     const float *d;
     const int16_t *sum;
 } acts;
+
+/* Bytes from a row of q to the next one. Rows that all begin at the same place of a cache's pages would push one another out of
+ * it, so no multiple of 1024. */
+static int64_t act_stride(int64_t n) { return n % 1024 ? n : n + 512; }
 
 /* One instruction set's functions. */
 typedef struct kernels {
@@ -910,24 +915,27 @@ typedef struct kernels {
     /* y_i = y_i + relu(x_hi) * w_h for h = 0, 1, .. heads-1 in turn: x (heads, n) */
     void (*relu_sum)(int64_t n, int heads, const float *w, const float *x, float *y);
     float (*sum_squares)(int64_t n, const float *x);
-    void (*scale_mul)(int64_t n, float s, const float *x, const float *w, float *y);    /* y = (x*s)*w; w may be NULL */
-    void (*softmax)(int64_t n, float *x, float sink, bool has_sink);            /* in place */
+    void (*scale_mul)(int64_t n, float s, const float *x, const float *w, float *y); /* y = (x*s)*w; w may be NULL */
+    void (*softmax)(int64_t n, float *x, float sink, bool has_sink); /* in place */
     void (*softmax_step)(int64_t n, const float *x, const float *v, const float *max, float *sum, float *out);
     /* e = exp(x - max); sum += e; out = fma(e, v, out) */
     void (*swiglu)(int64_t n, const float *gate, const float *up, float limit, float *out);
     void (*sigmoid)(int64_t n, const float *x, float *y);
-    void (*router_score)(int64_t n, const float *x, float *y);                  /* sqrt(softplus(x)) */
+    void (*router_score)(int64_t n, const float *x, float *y); /* sqrt(softplus(x)) */
     void (*f16_load)(int64_t n, const uint16_t *x, float *y);
-    void (*f16_store)(int64_t n, const float *x, uint16_t *y);                  /* half to even */
-    void (*fp8_load)(int64_t n, const uint8_t *x, const uint8_t *e8m0, float *y);       /* n a multiple of 64 */
+    void (*f16_store)(int64_t n, const float *x, uint16_t *y); /* half to even */
+    void (*fp8_load)(int64_t n, const uint8_t *x, const uint8_t *e8m0, float *y); /* n a multiple of 64 */
     void (*fp8_store)(int64_t n, const float *x, uint8_t *y, uint8_t *e8m0);
-    int64_t (*argmax)(int64_t n, const float *x);   /* ties: the lowest index; -1 if any value is not finite */
+    int64_t (*argmax)(int64_t n, const float *x); /* ties: the lowest index; -1 if any value is not finite */
     bool (*all_finite)(int64_t n, const float *x);
 } kernels;
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define LANES 16
-#define UNROLL _Pragma("GCC unroll 16")       /* for loops of constant length whose variables must be registers */
+/* A sum in the order written: compilers add a loop's terms in a tree, which would need more registers than there are. */
+#define IN_ORDER(v) __asm__("" : "+x"(v))
+#define ROLLED _Pragma("GCC unroll 1") /* for loops whose steps, merged, would need more registers than there are */
+#define UNROLL _Pragma("GCC unroll 16") /* for loops of constant length whose variables must be registers */
 
 /* ---- 4.2 Numbers as bits ----------------------------------------------------------------------------------------- */
 
@@ -984,7 +992,7 @@ ALWAYS_INLINE uint16_t f32_to_f16(float x) {
     uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000, a = u & 0x7fffffff;
     uint32_t normal = ((a + 0xfff + ((a >> 13) & 1)) >> 13) - (112u << 10);
     normal = normal < 0x7c00 ? normal : 0x7c00;
-    uint32_t tiny = bits_of(float_of(a) + 0.5f) - 0x3f000000u;          /* the addition rounds to a multiple of 2^-24 */
+    uint32_t tiny = bits_of(float_of(a) + 0.5f) - 0x3f000000u; /* the addition rounds to a multiple of 2^-24 */
     uint32_t nan = 0x7e00 | ((a >> 13) & 0x3ff);
     return (uint16_t)(sign | select_bits(a > INF_BITS, nan, select_bits(a >= 0x38800000u, normal, tiny)));
 }
@@ -1012,7 +1020,7 @@ ALWAYS_INLINE float f_exp(float x) {
     p = __builtin_fmaf(p, r * r, r) + 1.0f;
     /* 2^n in two factors, neither of which leaves the range of a float */
     int32_t k = (int32_t)(bits_of(t) - 0x4b400000u), half = k >> 1;
-    half = half < -100 ? -100 : half > 100 ? 100 : half;                /* a NaN's k means nothing, but must shift well */
+    half = half < -100 ? -100 : half > 100 ? 100 : half; /* a NaN's k means nothing, but must shift well */
     k -= half;
     k = k < -100 ? -100 : k > 100 ? 100 : k;
     return p * float_of((uint32_t)(half + 127) << 23) * float_of((uint32_t)(k + 127) << 23);
@@ -1061,7 +1069,7 @@ static double d_log(double x) { return log_body(x); }
 ALWAYS_INLINE float f_softplus(float x) {
     if (x != x || x > 60.0f) return x;
     double e = exp_body(x > 0 ? -(double)x : (double)x), u = 1.0 + e;
-    double l = u == 1.0 ? e : log_body(u) * (e / (u - 1.0));              /* makes up for the rounding of 1 + e */
+    double l = u == 1.0 ? e : log_body(u) * (e / (u - 1.0)); /* makes up for the rounding of 1 + e */
     return (float)(x > 0 ? (double)x + l : l);
 }
 
@@ -1135,7 +1143,7 @@ ALWAYS_INLINE void unpack_q4_0(const uint8_t *b, wblock *u) {
 }
 
 ALWAYS_INLINE void unpack_mxfp4(const uint8_t *b, wblock *u) {
-    static const int8_t e2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};     /* doubled */
+    static const int8_t e2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* doubled */
     u->d = mxfp4_scale(b[0]);
     for (int i = 0; i < 16; i++) {
         u->q[i] = e2m1[b[1 + i] & 15];
@@ -1275,7 +1283,7 @@ ALWAYS_INLINE int64_t act_offset(act_kind kind, int64_t n, int64_t i) {
     return group * (32 * LANES) + (i % 32) / 4 * (4 * lanes) + block % LANES * 4 + i % 4;
 }
 
-#define QUANTISE_MIN 0x05800000u        /* 2^-116 */
+#define QUANTISE_MIN 0x05800000u /* 2^-116 */
 
 /* One block of activations to int8: d = amax/127, q = x * (127/amax), half to even, in natural order.
  * A block that holds a NaN or an infinity gets the scale NaN, so that it reaches the output; one whose largest value is
@@ -1379,7 +1387,7 @@ ALWAYS_INLINE float of_order(int32_t key) {
 }
 
 ALWAYS_INLINE float sum_body(int64_t n, const float *x) {
-    typedef float eight __attribute__((vector_size(32)));               /* 16 lanes that stay in registers */
+    typedef float eight __attribute__((vector_size(32))); /* 16 lanes that stay in registers */
     eight lo = {0}, hi = {0}, a, b;
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) {
@@ -1406,7 +1414,7 @@ ALWAYS_INLINE void softmax_body(int64_t n, float *x, float sink, bool has_sink) 
     for (int64_t i = 0; i < n; i++) x[i] = f_exp(x[i] - max);
     float sum = sum_body(n, x);
     if (has_sink) sum += f_exp(sink - max);
-    const float inverse = 1.0f / sum;                                   /* sum >= 1, for one exponent is 0 */
+    const float inverse = 1.0f / sum; /* sum >= 1, for one exponent is 0 */
     for (int64_t i = 0; i < n; i++) x[i] *= inverse;
 }
 
@@ -1448,7 +1456,7 @@ ALWAYS_INLINE void f16_store_body(int64_t n, const float *x, uint16_t *y) {
 ALWAYS_INLINE void fp8_store_body(int64_t n, const float *x, uint8_t *y, uint8_t *e8m0) {
     for (int64_t b = 0; b < n / 64; b++) {
         const float *v = x + 64 * b;
-        uint32_t top = 0x38d1b717u;                                     /* 1e-4f */
+        uint32_t top = 0x38d1b717u; /* 1e-4f */
         for (int i = 0; i < 64; i++) {
             uint32_t a = bits_of(v[i]) & 0x7fffffff;
             a = a < INF_BITS ? a : 0;
@@ -1461,9 +1469,9 @@ ALWAYS_INLINE void fp8_store_body(int64_t n, const float *x, uint8_t *y, uint8_t
         for (int i = 0; i < 64; i++) {
             uint32_t u = bits_of(v[i] * inverse), a = u & 0x7fffffff, s = (u >> 24) & 0x80;
             bool finite = a < INF_BITS;
-            a = a < 0x43e00000u ? a : 0x43e00000u;                      /* 448, the largest */
+            a = a < 0x43e00000u ? a : 0x43e00000u; /* 448, the largest */
             uint32_t normal = ((a + 0x7ffff + ((a >> 20) & 1)) >> 20) - (120u << 3);
-            uint32_t tiny = bits_of(float_of(a) + 16384.0f) - bits_of(16384.0f);        /* rounds to a multiple of 2^-9 */
+            uint32_t tiny = bits_of(float_of(a) + 16384.0f) - bits_of(16384.0f); /* rounds to a multiple of 2^-9 */
             y[64 * b + i] = (uint8_t)(s | select_bits(finite, select_bits(a >= 0x3c800000u, normal, tiny), 0x7f));
         }
     }
@@ -1506,7 +1514,7 @@ ALWAYS_INLINE int64_t argmax_body(int64_t n, const float *x) {
     for (int64_t i = 0; i < n; i += 64) {
         int64_t end = i + 64 < n ? i + 64 : n;
         uint32_t found = 0;
-        for (int64_t k = i; k < end; k++) found |= x[k] == max;                                       /* -0 equals 0 */
+        for (int64_t k = i; k < end; k++) found |= x[k] == max; /* -0 equals 0 */
         if (found)
             for (int64_t k = i;; k++)
                 if (x[k] == max) return k;
@@ -1610,7 +1618,7 @@ static void mat_tiles(tile_fn *tile, int block, int64_t n, const uint8_t *w, siz
                 if (block == 1) {
                     t.f[k] = x->f + r * n;
                 } else {
-                    t.q[k] = x->q + r * n;
+                    t.q[k] = x->q + r * act_stride(n);
                     t.d[k] = x->d + r * (n / block);
                     t.sum[k] = x->sum + r * (n / 16);
                 }
@@ -1722,26 +1730,46 @@ INLINE_256 __m256 load_floats_256(uint32_t type, const uint8_t *w, int64_t i) {
 /* O rows of float weights against J rows of activations, the sums in registers. */
 INLINE_256 void floats_256(uint32_t type, const int O, const int J, int64_t n, const uint8_t *w, size_t w_stride,
                            const float *const *x, float *out, size_t ldo) {
-    floats256 acc[4][4];
-    UNROLL for (int k = 0; k < O * J; k++) acc[k / J][k % J].lo = acc[k / J][k % J].hi = _mm256_setzero_ps();
+    __m256 acc[2][4][3]; /* [half][o][j] */
+    UNROLL for (int h = 0; h < 2; h++) UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) acc[h][o][j] =
+        _mm256_setzero_ps();
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) UNROLL for (int o = 0; o < O; o++) {
-            const __m256 lo = load_floats_256(type, w + (size_t)o * w_stride, i);
-            const __m256 hi = load_floats_256(type, w + (size_t)o * w_stride, i + 8);
-            UNROLL for (int j = 0; j < J; j++) {
-                acc[o][j].lo = _mm256_fmadd_ps(lo, _mm256_loadu_ps(x[j] + i), acc[o][j].lo);
-                acc[o][j].hi = _mm256_fmadd_ps(hi, _mm256_loadu_ps(x[j] + i + 8), acc[o][j].hi);
+    for (; i + LANES <= n; i += LANES) UNROLL for (int h = 0; h < 2; h++) {
+            __m256 v[3];
+            UNROLL for (int j = 0; j < J; j++) v[j] = _mm256_loadu_ps(x[j] + i + 8 * h);
+            UNROLL for (int o = 0; o < O; o++) {
+                const __m256 a = load_floats_256(type, w + (size_t)o * w_stride, i + 8 * h);
+                UNROLL for (int j = 0; j < J; j++) acc[h][o][j] = _mm256_fmadd_ps(a, v[j], acc[h][o][j]);
             }
         }
     UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) {
         float lanes[LANES], *to = out + (size_t)j * ldo + o;
-        _mm256_storeu_ps(lanes, acc[o][j].lo);
-        _mm256_storeu_ps(lanes + 8, acc[o][j].hi);
-        *to = i == n ? join_256(acc[o][j]) : float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
+        _mm256_storeu_ps(lanes, acc[0][o][j]);
+        _mm256_storeu_ps(lanes + 8, acc[1][o][j]);
+        *to = i == n ? join_256((floats256){acc[0][o][j], acc[1][o][j]})
+                     : float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
     }
 }
 
-FLOAT_TILE(float_tile_256, INLINE_256, floats_256)
+INLINE_256 void float_tile_256(uint32_t type, TILE_ARGS) {
+    for (int o = 0; o < n_out;) {
+        const uint8_t *p = w + (size_t)o * w_stride;
+        const int rows = m == 1 && n_out - o >= 4 ? 4 : n_out - o >= 2 ? 2 : 1;
+        for (int j = 0; j < m;) {
+            const int count = rows == 4 || m - j == 1 ? 1 : m - j >= 3 ? 3 : 2;
+            float *to = out + (size_t)j * ldo + o;
+            if (rows == 4) floats_256(type, 4, 1, n, p, w_stride, x->f + j, to, ldo);
+            else if (rows == 2 && count == 3) floats_256(type, 2, 3, n, p, w_stride, x->f + j, to, ldo);
+            else if (rows == 2 && count == 2) floats_256(type, 2, 2, n, p, w_stride, x->f + j, to, ldo);
+            else if (rows == 2) floats_256(type, 2, 1, n, p, w_stride, x->f + j, to, ldo);
+            else if (count == 3) floats_256(type, 1, 3, n, p, w_stride, x->f + j, to, ldo);
+            else if (count == 2) floats_256(type, 1, 2, n, p, w_stride, x->f + j, to, ldo);
+            else floats_256(type, 1, 1, n, p, w_stride, x->f + j, to, ldo);
+            j += count;
+        }
+        o += rows;
+    }
+}
 
 /* Part of mix_body with the sums in registers: H heads, 8 * C channels. */
 INLINE_256 void mix_part_256(const int H, const int C, int64_t n, const float *a, int64_t lda, const float *x, int64_t ldx,
@@ -1800,7 +1828,7 @@ INLINE_256 void quantise_32_256(int64_t n, const float *x, int8_t *q, float *d, 
         t = _mm_max_epu32(t, _mm_shuffle_epi32(t, 0xb1));
         int8_t bytes[32];
         if ((uint32_t)_mm_cvtsi128_si32(t) - QUANTISE_MIN >= INF_BITS - QUANTISE_MIN) {
-            d[b] = quantise_block(32, x + b * 32, bytes);               /* the cases that are not numbers to round */
+            d[b] = quantise_block(32, x + b * 32, bytes); /* the cases that are not numbers to round */
             sum[2 * b] = sum[2 * b + 1] = 0;
             scatter_32(n, b, bytes, q);
             continue;
@@ -1809,7 +1837,7 @@ INLINE_256 void quantise_32_256(int64_t n, const float *x, int8_t *q, float *d, 
         const __m256 inverse = _mm256_set1_ps(127.0f / max);
         d[b] = max / 127.0f;
         UNROLL for (int k = 0; k < 4; k++) r[k] =
-            _mm256_cvtps_epi32(_mm256_mul_ps(v[k], inverse));    /* half to even, as every rounding here */
+            _mm256_cvtps_epi32(_mm256_mul_ps(v[k], inverse)); /* half to even, as every rounding here */
         /* packing works within halves: 0 1 2 3 of four vectors come out as words 0 2 4 6 1 3 5 7 */
         const __m256i p = _mm256_packs_epi16(_mm256_packs_epi32(r[0], r[1]), _mm256_packs_epi32(r[2], r[3]));
         const __m256i all = _mm256_permutevar8x32_epi32(p, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
@@ -1821,12 +1849,6 @@ INLINE_256 void quantise_32_256(int64_t n, const float *x, int8_t *q, float *d, 
         _mm256_storeu_si256((void *)bytes, all);
         scatter_32(n, b, bytes, q);
     }
-}
-
-/* The products of signed bytes, summed by fours: |w| * (a with the sign of w). The pairs of vpmaddubsw cannot saturate:
- * 2 * 128 * 127 < 2^15. */
-INLINE_256 __m256i dot_pairs_256(__m256i w, __m256i a) {
-    return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
 }
 
 /* 16 bytes from each of 8 blocks, as four vectors whose lane b is the k-th word of block b (see gather_words_512). */
@@ -1845,34 +1867,47 @@ INLINE_256 void gather_words_256(const uint8_t *b, int64_t size, int64_t blocks,
     w[3] = _mm256_unpackhi_epi64(c, e);
 }
 
-/* Weights of 32-value types, 8 blocks at a time (see group512), as signed bytes. */
+/* Weights of 32-value types, 8 blocks at a time (see group512): signed bytes for Q8_0, for the others unsigned ones that are
+ * q32_offset too large. */
 typedef struct {
     __m256i w[8];
     __m256 scale;
 } group256;
 
+ALWAYS_INLINE int q32_bytes(uint32_t type) { return type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17; }
+ALWAYS_INLINE int q32_offset(uint32_t type) { return type == T_Q4_0 ? 8 : type == T_MXFP4 ? 12 : 0; }
+
+INLINE_256 __m256 group_scales_256(uint32_t type, const uint8_t *b, int64_t size, int64_t blocks) {
+    float scale[8];
+    uint16_t half[8];
+    for (int i = 0; i < 8; i++) {
+        const uint8_t *at = b + size * (i < blocks ? i : blocks - 1);
+        if (type == T_MXFP4) scale[i] = mxfp4_scale(at[0]);
+        else half[i] = load_u16(at);
+    }
+    if (type == T_MXFP4) return _mm256_setr_ps(scale[0], scale[1], scale[2], scale[3], scale[4], scale[5], scale[6], scale[7]);
+    return _mm256_cvtph_ps(_mm_setr_epi16((short)half[0], (short)half[1], (short)half[2], (short)half[3], (short)half[4],
+                                          (short)half[5], (short)half[6], (short)half[7]));
+}
+
 INLINE_256 void unpack_group_256(uint32_t type, const uint8_t *b, int64_t blocks, group256 *u) {
-    const int64_t size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
-    float scale[8] = {0};
-    uint16_t half[8] = {0};
+    const int64_t size = q32_bytes(type);
+    fetch_ahead(b, 8 * size);
+    u->scale = group_scales_256(type, b, size, blocks);
     if (type == T_Q8_0) {
         gather_words_256(b + 2, size, blocks, u->w);
         gather_words_256(b + 18, size, blocks, u->w + 4);
-    } else {
-        const __m256i low = _mm256_set1_epi8(15);
-        const __m256i value = _mm256_broadcastsi128_si256(
-            type == T_Q4_0 ? _mm_setr_epi8(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)
-                           : _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
-        gather_words_256(b + size - 16, size, blocks, u->w);
-        UNROLL for (int k = 0; k < 4; k++) {
-            u->w[k + 4] = _mm256_shuffle_epi8(value, _mm256_and_si256(_mm256_srli_epi16(u->w[k], 4), low));
-            u->w[k] = _mm256_shuffle_epi8(value, _mm256_and_si256(u->w[k], low));
-        }
+        return;
     }
-    for (int64_t i = 0; i < blocks; i++)
-        if (type == T_MXFP4) scale[i] = mxfp4_scale(b[size * i]);
-        else half[i] = load_u16(b + size * i);
-    u->scale = type == T_MXFP4 ? _mm256_loadu_ps(scale) : _mm256_cvtph_ps(_mm_loadu_si128((const void *)half));
+    const __m256i low = _mm256_set1_epi8(15);
+    const __m256i e2m1 =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)); /* doubled */
+    gather_words_256(b + size - 16, size, blocks, u->w);
+    UNROLL for (int k = 0; k < 4; k++) {
+        const __m256i hi = _mm256_and_si256(_mm256_srli_epi16(u->w[k], 4), low), lo = _mm256_and_si256(u->w[k], low);
+        u->w[k + 4] = type == T_Q4_0 ? hi : _mm256_shuffle_epi8(e2m1, hi);
+        u->w[k] = type == T_Q4_0 ? lo : _mm256_shuffle_epi8(e2m1, lo);
+    }
 }
 
 INLINE_256 __m256i first_lanes_256(int64_t lanes) {
@@ -1883,47 +1918,133 @@ INLINE_256 __m256i load_lanes_256(int64_t lanes, const void *p) {
     return lanes == 8 ? _mm256_loadu_si256(p) : _mm256_maskload_epi32(p, first_lanes_256(lanes));
 }
 
-/* A row of a 32-value type against a tile of activations, for `lanes` blocks from b: half a group of `blocks`. */
-INLINE_256 void q32_group_256(uint32_t type, int64_t b, const int64_t lanes, int64_t blocks, const uint8_t *w,
-                              const tile_acts *x, int m, __m256 *acc) {
+/* The integers of O rows of weights and J rows of activations q, `lanes` blocks of each, whose words lie `step` bytes apart.
+ * Signed bytes: |w| * (a with the sign of w), whose pairs cannot saturate, 2 * 128 * 127 < 2^15. Unsigned ones: four pairs of
+ * MXFP4 reach 8 * 24 * 127, eight of Q4_0 16 * 15 * 127; offset * the sum of the block's activations is taken off again. */
+INLINE_256 void group_dots_256(uint32_t type, const int O, const int J, int64_t lanes, int64_t step, const group256 *u,
+                               const int8_t *const *q, const int16_t *const *sum, __m256i dot[2][4]) {
     const __m256i one = _mm256_set1_epi16(1);
-    group256 u;
-    unpack_group_256(type, w, lanes, &u);
-    for (int j = 0; j < m; j++) {
-        const int8_t *q = x->q[j] + (b & ~(int64_t)15) * 32 + (b & 15) * 4;
-        __m256i dot = _mm256_setzero_si256();
-        UNROLL for (int k = 0; k < 8; k++) {
-            const __m256i v = load_lanes_256(lanes, q + k * 4 * blocks);
-            dot = _mm256_add_epi32(dot, _mm256_madd_epi16(dot_pairs_256(u.w[k], v), one));
+    if (type == T_Q8_0) {
+        UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) dot[o][j] = _mm256_setzero_si256();
+        UNROLL for (int k = 0; k < 8; k++) UNROLL for (int j = 0; j < J; j++) {
+            const __m256i a = load_lanes_256(lanes, q[j] + k * step);
+            UNROLL for (int o = 0; o < O; o++) {
+                const __m256i w = u[o].w[k], p = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
+                dot[o][j] = _mm256_add_epi32(dot[o][j], _mm256_madd_epi16(p, one));
+                IN_ORDER(dot[o][j]);
+            }
         }
-        const __m256 scale = _mm256_mul_ps(u.scale, _mm256_castsi256_ps(load_lanes_256(lanes, x->d[j] + b)));
-        const __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, acc[2 * j]);
-        acc[2 * j] = lanes == 8 ? sum : _mm256_blendv_ps(acc[2 * j], sum, _mm256_castsi256_ps(first_lanes_256(lanes)));
+        return;
+    }
+    UNROLL for (int j = 0; j < J; j++) {
+        const __m256i s = load_lanes_256(lanes, sum[j]);
+        const __m256i excess = _mm256_madd_epi16(s, _mm256_set1_epi16((short)-q32_offset(type)));
+        UNROLL for (int o = 0; o < O; o++) dot[o][j] = excess;
+    }
+    UNROLL for (int h = 0; h < 2; h++) {
+        __m256i p[2][4];
+        UNROLL for (int k = 4 * h; k < 4 * h + 4; k++) UNROLL for (int j = 0; j < J; j++) {
+            const __m256i a = load_lanes_256(lanes, q[j] + k * step);
+            UNROLL for (int o = 0; o < O; o++) {
+                const __m256i v = _mm256_maddubs_epi16(u[o].w[k], a);
+                p[o][j] = k == 4 * h ? v : _mm256_add_epi16(p[o][j], v);
+            }
+        }
+        UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) dot[o][j] =
+            _mm256_add_epi32(dot[o][j], _mm256_madd_epi16(p[o][j], one));
     }
 }
 
-INLINE_256 void q32_row_256(uint32_t type, int64_t n, const uint8_t *w, const tile_acts *x, int m, float *out, size_t ldo) {
-    const int size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
-    __m256 acc[2 * TILE];
-    for (int j = 0; j < 2 * m; j++) acc[j] = _mm256_setzero_ps();
-    for (int64_t b = 0; b < n / 32; b += 8) {
-        const int64_t left = n / 32 - b, group = n / 32 - (b & ~(int64_t)15), blocks = group < LANES ? group : LANES;
-        if (left >= 8) q32_group_256(type, b, 8, blocks, w + b * size, x, m, acc + (b >> 3 & 1));
-        else q32_group_256(type, b, left, blocks, w + b * size, x, m, acc + (b >> 3 & 1));
+/* Products of a few outputs with a tile of activations go through the values in chunks: a chunk of the tile stays in the first
+ * cache while the outputs pass, and each output's weights are unpacked once for all rows. Here are the sums in the meantime. */
+enum { OUTS_256 = 4 };
+typedef struct {
+    _Alignas(32) float lane[OUTS_256][TILE][LANES];
+} sums256;
+
+ALWAYS_INLINE int64_t chunk_256(int m) { return m > 8 ? 1024 : m > 4 ? 2048 : 4096; }
+
+/* O rows of weights, already unpacked, against rows j .. j+J-1 of the tile, for `lanes` blocks from b. */
+INLINE_256 void q32_part_256(uint32_t type, const int O, const int J, const int64_t lanes, int64_t n, int64_t b,
+                             const group256 *u, const tile_acts *x, int j, float (*acc)[TILE][LANES]) {
+    const int64_t group = n / 32 - (b & ~(int64_t)15), step = 4 * (group < LANES ? group : LANES);
+    const int8_t *q[4];
+    const int16_t *sum[4];
+    __m256i dot[2][4];
+    UNROLL for (int i = 0; i < J; i++) {
+        q[i] = x->q[j + i] + (b & ~(int64_t)15) * 32 + (b & 15) * 4;
+        sum[i] = x->sum[j + i] + 2 * b;
     }
-    for (int j = 0; j < m; j++) out[(size_t)j * ldo] = join_256((floats256){acc[2 * j], acc[2 * j + 1]});
+    group_dots_256(type, O, J, lanes, step, u, q, sum, dot);
+    UNROLL for (int i = 0; i < J; i++) {
+        const __m256 a = _mm256_castsi256_ps(load_lanes_256(lanes, x->d[j + i] + b));
+        UNROLL for (int o = 0; o < O; o++) {
+            float *to = acc[o][j + i] + (b & 8);
+            const __m256 old = _mm256_load_ps(to);
+            const __m256 s = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[o][i]), _mm256_mul_ps(u[o].scale, a), old);
+            _mm256_store_ps(to, lanes == 8 ? s : _mm256_blendv_ps(old, s, _mm256_castsi256_ps(first_lanes_256(lanes))));
+        }
+    }
 }
 
-INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
-    for (int o = 0; o < n_out; o++) q32_row_256(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
+/* O rows of weights against all m rows of the tile, for `lanes` blocks from b. */
+INLINE_256 void q32_group_256(uint32_t type, const int O, const int64_t lanes, int64_t n, int64_t b, const uint8_t *w,
+                              size_t w_stride, const tile_acts *x, int m, float (*acc)[TILE][LANES]) {
+    group256 u[2];
+    UNROLL for (int o = 0; o < O; o++) unpack_group_256(type, w + (size_t)o * w_stride, lanes, &u[o]);
+    int j = 0;
+    if (O == 2) {
+        for (; j + 4 <= m; j += 4) q32_part_256(type, O, 4, lanes, n, b, u, x, j, acc);
+        if (j + 2 <= m) q32_part_256(type, O, 2, lanes, n, b, u, x, j, acc);
+        j = m & ~1;
+    }
+    for (; j < m; j++) q32_part_256(type, O, 1, lanes, n, b, u, x, j, acc);
 }
+
+/* One or two rows of weights from value i to `end`. */
+INLINE_256 void q32_chunk_256(uint32_t type, int rows, int64_t n, int64_t i, int64_t end, const uint8_t *w, size_t w_stride,
+                              const tile_acts *x, int m, float (*acc)[TILE][LANES]) {
+    for (int64_t b = i / 32; b < end / 32; b += 8) {
+        const int64_t left = n / 32 - b;
+        const uint8_t *p = w + b * q32_bytes(type);
+        if (left >= 8 && rows == 2) q32_group_256(type, 2, 8, n, b, p, w_stride, x, m, acc);
+        else
+            for (int o = 0; o < rows; o++)
+                q32_group_256(type, 1, left < 8 ? left : 8, n, b, p + (size_t)o * w_stride, w_stride, x, m, acc + o);
+    }
+}
+
+/* A tile of quantised weights by the function `chunk`, which takes one or two of its rows. */
+#define CHUNK_TILE_256(name, chunk)                                                                                        \
+    INLINE_256 void name(uint32_t type, TILE_ARGS) {                                                                       \
+        const int64_t step = chunk_256(m);                                                                                 \
+        for (int first = 0; first < n_out; first += OUTS_256) {                                                            \
+            const int outs = n_out - first < OUTS_256 ? n_out - first : OUTS_256;                                          \
+            const uint8_t *rows = w + (size_t)first * w_stride;                                                            \
+            sums256 s;                                                                                                     \
+            for (int o = 0; o < outs; o++) memset(s.lane[o], 0, (size_t)m * sizeof s.lane[o][0]);                          \
+            for (int64_t i = 0; i < n; i += step) {                                                                        \
+                const int64_t end = n - i < step ? n : i + step;                                                           \
+                for (int o = 0; o < outs; o += 2)                                                                          \
+                    chunk(type, outs - o < 2 ? 1 : 2, n, i, end, rows + (size_t)o * w_stride, w_stride, x, m, s.lane + o); \
+            }                                                                                                              \
+            for (int o = 0; o < outs; o++)                                                                                 \
+                for (int j = 0; j < m; j++) {                                                                              \
+                    const float *lane = s.lane[o][j];                                                                      \
+                    const floats256 all = {_mm256_load_ps(lane), _mm256_load_ps(lane + 8)};                                \
+                    out[(size_t)j * ldo + (size_t)(first + o)] = join_256(all);                                            \
+                }                                                                                                          \
+        }                                                                                                                  \
+    }
+
+CHUNK_TILE_256(q32_tile_256, q32_chunk_256)
 
 /* A block of 256 weights in the order of act_offset, half of each part at a time: unsigned bytes (Q3_K: 4 too large, Q6_K: 32);
  * for IQ2_XXS, whose bytes are magnitudes, 1 or -1 for each; a scale for every pair of bytes; and a minimum for each 16 values,
  * or where values are too large their excess * scale, which belongs to the same sum. */
 typedef struct {
     __m256i w[4][2], sign[4][2];
-    __m256i scale[2][2];        /* [half][parts 0 and 1, or 2 and 3] */
+    __m256i scale[2][2]; /* [half][parts 0 and 1, or 2 and 3] */
     __m256i min;
 } wblock256;
 
@@ -2078,85 +2199,119 @@ INLINE_256 void unpack_256(uint32_t type, const uint8_t *b, wblock256 *u) {
     }
 }
 
-/* The sums of 8 vectors, that of v[b] in lane b. */
-INLINE_256 __m256i sum_each_256(const __m256i *v) {
-    const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
-    const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
-    return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+/* The sums of 4 vectors, that of v[b] in lane b. */
+INLINE_256 __m128i sum_each_256(const __m256i *v) {
+    const __m256i a = _mm256_add_epi32(_mm256_unpacklo_epi32(v[0], v[1]), _mm256_unpackhi_epi32(v[0], v[1]));
+    const __m256i b = _mm256_add_epi32(_mm256_unpacklo_epi32(v[2], v[3]), _mm256_unpackhi_epi32(v[2], v[3]));
+    const __m256i c = _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+    return _mm_add_epi32(_mm256_castsi256_si128(c), _mm256_extracti128_si256(c, 1));
 }
 
-/* The products of up to 8 blocks with one row of activations before their lanes are summed. */
+/* Up to 4 blocks of a row of weights. */
 typedef struct {
-    __m256i dot[8], min[8];
-} partial256;
+    wblock256 block[4];
+    __m128 d, dmin;
+} blocks256;
 
-/* No 16-bit sum of products saturates: two pairs of Q6_K reach 4 * 63 * 127, four of Q5_K 8 * 31 * 127, two of IQ2_XXS
- * 4 * 43 * 127. */
-INLINE_256 void block_dot_256(uint32_t type, const wblock256 *u, const int8_t *q, const int16_t *sum, __m256i *dot,
-                              __m256i *min) {
-    __m256i total = _mm256_setzero_si256();
-    UNROLL for (int h = 0; h < 2; h++) {
-        __m256i p[4];
-        UNROLL for (int c = 0; c < 4; c++) {
-            __m256i v = _mm256_loadu_si256((const void *)(q + 64 * c + 32 * h));
-            if (type == T_IQ2_XXS) v = _mm256_sign_epi8(v, u->sign[c][h]);
-            p[c] = _mm256_maddubs_epi16(u->w[c][h], v);
-        }
-        const __m256i a = _mm256_add_epi16(p[0], p[1]), b = _mm256_add_epi16(p[2], p[3]);
-        if (type == T_Q4_K || type == T_Q5_K) {
-            total = _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_add_epi16(a, b), u->scale[h][0]));
-        } else {
-            total = _mm256_add_epi32(total, _mm256_madd_epi16(a, u->scale[h][0]));
-            total = _mm256_add_epi32(total, _mm256_madd_epi16(b, u->scale[h][1]));
-        }
-    }
-    if (type_has_min(type) || type_has_offset(type)) {
-        const __m256i s = _mm256_madd_epi16(u->min, _mm256_loadu_si256((const void *)sum));
-        if (type_has_min(type)) *min = s;
-        else total = _mm256_sub_epi32(total, s);
-    }
-    *dot = total;
-}
-
-INLINE_256 void q256_row_256(uint32_t type, int64_t n, const uint8_t *w, const tile_acts *x, int m, float *out, size_t ldo) {
-    const int size = type_find(type)->bytes;
-    __m256 acc[2 * TILE];
-    for (int j = 0; j < 2 * m; j++) acc[j] = _mm256_setzero_ps();
-    for (int64_t g = 0; g < n / 256; g += 8) {
-        const int64_t left = n / 256 - g, blocks = left < 8 ? left : 8;
-        partial256 part[TILE];
-        float d[8] = {0}, dmin[8] = {0};
-        if (blocks < 8) memset(part, 0, (size_t)m * sizeof *part);
-        for (int64_t b = 0; b < blocks; b++) {
-            const uint8_t *block = w + (g + b) * size;
-            wblock256 u;
-            fetch_ahead(block, size + 48);
-            unpack_256(type, block, &u);
-            d[b] = f16_to_f32(load_u16(block + scale_at(type)));
-            if (type == T_IQ2_XXS) d[b] *= 0.125f;
-            if (type_has_min(type)) dmin[b] = f16_to_f32(load_u16(block + scale_at(type) + 2));
-            for (int j = 0; j < m; j++)
-                block_dot_256(type, &u, x->q[j] + (g + b) * 256, x->sum[j] + (g + b) * 16, &part[j].dot[b], &part[j].min[b]);
-        }
-        const __m256 mask = _mm256_castsi256_ps(first_lanes_256(blocks));
-        for (int j = 0; j < m; j++) {
-            __m256 *to = acc + 2 * j + (g >> 3 & 1);
-            const __m256 a = _mm256_castsi256_ps(load_lanes_256(blocks, x->d[j] + g));
-            __m256 sum = _mm256_cvtepi32_ps(sum_each_256(part[j].dot));
-            sum = _mm256_fmadd_ps(sum, _mm256_mul_ps(_mm256_loadu_ps(d), a), *to);
-            if (type_has_min(type)) {
-                const __m256 min = _mm256_cvtepi32_ps(sum_each_256(part[j].min));
-                sum = _mm256_fnmadd_ps(min, _mm256_mul_ps(_mm256_loadu_ps(dmin), a), sum);
+/* A block of O rows of weights against J rows of activations, before lanes are summed. No 16-bit sum of products saturates: two pairs of Q6_K reach 4 * 63 * 127, two of IQ2_XXS 4 * 43 * 127. */
+INLINE_256 void block_dots_256(uint32_t type, const int O, const int J, const blocks256 *u, int64_t at, const int8_t *const *q,
+                               const int16_t *const *sum, __m256i dot[2][4], __m256i min[2][4]) {
+    UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) dot[o][j] = _mm256_setzero_si256();
+    UNROLL for (int i = 0; i < 4; i++) {
+        const int h = i / 2, p = i % 2; /* half, pair of parts */
+        UNROLL for (int j = 0; j < J; j++) {
+            const __m256i a = _mm256_loadu_si256((const void *)(q[j] + 128 * p + 32 * h));
+            const __m256i b = _mm256_loadu_si256((const void *)(q[j] + 128 * p + 32 * h + 64));
+            UNROLL for (int o = 0; o < O; o++) {
+                const wblock256 *v = &u[o].block[at];
+                const __m256i c = type == T_IQ2_XXS ? _mm256_sign_epi8(a, v->sign[2 * p][h]) : a;
+                const __m256i d = type == T_IQ2_XXS ? _mm256_sign_epi8(b, v->sign[2 * p + 1][h]) : b;
+                const __m256i s =
+                    _mm256_add_epi16(_mm256_maddubs_epi16(v->w[2 * p][h], c), _mm256_maddubs_epi16(v->w[2 * p + 1][h], d));
+                dot[o][j] = _mm256_add_epi32(dot[o][j], _mm256_madd_epi16(s, v->scale[h][p]));
+                IN_ORDER(dot[o][j]);
             }
-            *to = _mm256_blendv_ps(*to, sum, mask);
         }
     }
-    for (int j = 0; j < m; j++) out[(size_t)j * ldo] = join_256((floats256){acc[2 * j], acc[2 * j + 1]});
+    if (!type_has_min(type) && !type_has_offset(type)) return;
+    UNROLL for (int j = 0; j < J; j++) {
+        const __m256i a = _mm256_loadu_si256((const void *)sum[j]);
+        UNROLL for (int o = 0; o < O; o++) {
+            const __m256i s = _mm256_madd_epi16(u[o].block[at].min, a);
+            if (type_has_min(type)) min[o][j] = s;
+            else dot[o][j] = _mm256_sub_epi32(dot[o][j], s);
+        }
+    }
 }
 
-INLINE_256 void q256_tile_256(uint32_t type, TILE_ARGS) {
-    for (int o = 0; o < n_out; o++) q256_row_256(type, n, w + (size_t)o * w_stride, x, m, out + o, ldo);
+INLINE_256 __m128 block_scales_256(const uint8_t *b, int64_t size, int64_t blocks) {
+    uint16_t half[4];
+    for (int i = 0; i < 4; i++) half[i] = load_u16(b + size * (i < blocks ? i : blocks - 1));
+    return _mm_cvtph_ps(_mm_setr_epi16((short)half[0], (short)half[1], (short)half[2], (short)half[3], 0, 0, 0, 0));
 }
+
+INLINE_256 void unpack_blocks_256(uint32_t type, const uint8_t *b, int64_t blocks, blocks256 *u) {
+    const int size = type_find(type)->bytes;
+    for (int64_t i = 0; i < blocks; i++) {
+        fetch_ahead(b + i * size, size + 48);
+        unpack_256(type, b + i * size, &u->block[i]);
+    }
+    u->d = block_scales_256(b + scale_at(type), size, blocks);
+    if (type == T_IQ2_XXS) u->d = _mm_mul_ps(u->d, _mm_set1_ps(0.125f));
+    if (type_has_min(type)) u->dmin = block_scales_256(b + scale_at(type) + 2, size, blocks);
+}
+
+/* O rows of weights, already unpacked, against rows j .. j+J-1 of the tile, for `blocks` blocks from b. */
+INLINE_256 void q256_part_256(uint32_t type, const int O, const int J, int64_t blocks, int64_t b, const blocks256 *u,
+                              const tile_acts *x, int j, float (*acc)[TILE][LANES]) {
+    __m256i dot[2][4][4], min[2][4][4]; /* [o][j][block] */
+    for (int i = 0; i < 4; i++) {
+        const int64_t at = b + (i < blocks ? i : 0);
+        const int8_t *q[4];
+        const int16_t *sum[4];
+        __m256i d[2][4], m[2][4];
+        UNROLL for (int k = 0; k < J; k++) {
+            q[k] = x->q[j + k] + at * 256;
+            sum[k] = x->sum[j + k] + at * 16;
+        }
+        block_dots_256(type, O, J, u, at - b, q, sum, d, m);
+        UNROLL for (int o = 0; o < O; o++) UNROLL for (int k = 0; k < J; k++) {
+            dot[o][k][i] = d[o][k];
+            if (type_has_min(type)) min[o][k][i] = m[o][k];
+        }
+    }
+    const __m128i mask = _mm_cmpgt_epi32(_mm_set1_epi32((int)blocks), _mm_setr_epi32(0, 1, 2, 3));
+    UNROLL for (int k = 0; k < J; k++) {
+        const __m128 a = blocks == 4 ? _mm_loadu_ps(x->d[j + k] + b) : _mm_maskload_ps(x->d[j + k] + b, mask);
+        UNROLL for (int o = 0; o < O; o++) {
+            float *to = acc[o][j + k] + (b & 12);
+            const __m128 old = _mm_load_ps(to);
+            __m128 s = _mm_fmadd_ps(_mm_cvtepi32_ps(sum_each_256(dot[o][k])), _mm_mul_ps(u[o].d, a), old);
+            if (type_has_min(type)) s = _mm_fnmadd_ps(_mm_cvtepi32_ps(sum_each_256(min[o][k])), _mm_mul_ps(u[o].dmin, a), s);
+            _mm_store_ps(to, _mm_blendv_ps(old, s, _mm_castsi128_ps(mask)));
+        }
+    }
+}
+
+/* One or two rows of weights from value i to `end`. */
+INLINE_256 void q256_chunk_256(uint32_t type, int rows, int64_t n, int64_t i, int64_t end, const uint8_t *w, size_t w_stride,
+                               const tile_acts *x, int m, float (*acc)[TILE][LANES]) {
+    const int size = type_find(type)->bytes;
+    (void)n;
+    for (int64_t b = i / 256; b < end / 256; b += 4) {
+        const int64_t left = end / 256 - b, blocks = left < 4 ? left : 4;
+        blocks256 u[2];
+        for (int o = 0; o < rows; o++) unpack_blocks_256(type, w + (size_t)o * w_stride + b * size, blocks, &u[o]);
+        int j = 0;
+        if (rows == 2) {
+            for (; j + 4 <= m; j += 4) q256_part_256(type, 2, 4, blocks, b, u, x, j, acc);
+            for (; j < m; j++) q256_part_256(type, 2, 1, blocks, b, u, x, j, acc);
+        }
+        for (; j < m; j++) q256_part_256(type, 1, 1, blocks, b, u, x, j, acc);
+    }
+}
+
+CHUNK_TILE_256(q256_tile_256, q256_chunk_256)
 
 TILE_SET(avx2, TARGET_AVX2, float_tile_256, q32_tile_256, q256_tile_256)
 #endif
@@ -2363,7 +2518,7 @@ INLINE_512 void q32_tile_512(uint32_t type, TILE_ARGS) {
  * belongs to the same sum. Scales are (s, 0) as pairs of int16, but for Q6_K, where they are int32. */
 typedef struct {
     __m512i w[4];
-    __m512i scale[2];       /* of parts 0 and 1, of parts 2 and 3; [0] is all there is with one scale for 32 values */
+    __m512i scale[2]; /* of parts 0 and 1, of parts 2 and 3; [0] is all there is with one scale for 32 values */
     __m256i min;
 } wblock512;
 
@@ -2622,8 +2777,8 @@ INLINE_512 void q256_tile_512(uint32_t type, TILE_ARGS) {
 INLINE_512 void mix_part_512(const int H, const int C, __mmask16 mask, int64_t n, const float *a, int64_t lda, const float *x,
                              int64_t ldx, int m, float *y) {
     __m512 sum[4][4];
-    UNROLL for (int h = 0; h < H; h++) UNROLL for (int c = 0; c < C; c++)
-        sum[h][c] = _mm512_maskz_loadu_ps(c + 1 < C ? 0xffff : mask, y + h * n + 16 * c);
+    UNROLL for (int h = 0; h < H; h++) UNROLL for (int c = 0; c < C; c++) sum[h][c] =
+        _mm512_maskz_loadu_ps(c + 1 < C ? 0xffff : mask, y + h * n + 16 * c);
     for (int i = 0; i < m; i++) {
         __m512 v[4];
         UNROLL for (int c = 0; c < C; c++) v[c] = _mm512_maskz_loadu_ps(c + 1 < C ? 0xffff : mask, x + i * ldx + 16 * c);
@@ -2895,10 +3050,27 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
     attr static int64_t argmax_##isa(int64_t n, const float *x) { return argmax_body(n, x); }                                  \
     attr static bool all_finite_##isa(int64_t n, const float *x) { return all_finite_body(n, x); }                             \
     static const kernels kernels_##isa = {                                                                                     \
-        #isa,         mat_##isa,        quantise_##isa,    dequantise_##isa, dot_##isa,      axpy_##isa,                       \
-        mix_##isa,    relu_sum_##isa,   sum_squares_##isa, scale_mul_##isa,  softmax_##isa,  softmax_step_##isa,               \
-        swiglu_##isa, sigmoid_##isa,    router_score_##isa, f16_load_##isa,  f16_store_##isa, fp8_load_##isa,                  \
-        fp8_store_##isa, argmax_##isa,  all_finite_##isa,                                                                      \
+        #isa,                                                                                                                  \
+        mat_##isa,                                                                                                             \
+        quantise_##isa,                                                                                                        \
+        dequantise_##isa,                                                                                                      \
+        dot_##isa,                                                                                                             \
+        axpy_##isa,                                                                                                            \
+        mix_##isa,                                                                                                             \
+        relu_sum_##isa,                                                                                                        \
+        sum_squares_##isa,                                                                                                     \
+        scale_mul_##isa,                                                                                                       \
+        softmax_##isa,                                                                                                         \
+        softmax_step_##isa,                                                                                                    \
+        swiglu_##isa,                                                                                                          \
+        sigmoid_##isa,                                                                                                         \
+        router_score_##isa,                                                                                                    \
+        f16_load_##isa,                                                                                                        \
+        f16_store_##isa,                                                                                                       \
+        fp8_load_##isa,                                                                                                        \
+        fp8_store_##isa,                                                                                                       \
+        argmax_##isa,                                                                                                          \
+        all_finite_##isa,                                                                                                      \
     };
 
 KERNEL_SET(scalar, , quantise_32_body, f16_load_body, f16_store_body, mix_body)
@@ -4577,14 +4749,16 @@ typedef struct {
 } input;
 
 static size_t input_bytes(int64_t n, int max_rows) {
-    return (size_t)max_rows * (size_t)n * 2 * (1 + sizeof(float) / 32 + sizeof(int16_t) / 16);
+    const size_t values = (size_t)max_rows * (size_t)n, stored = (size_t)max_rows * (size_t)act_stride(n);
+    return 2 * (stored + (values / 32 + 1) * sizeof(float) + (values / 16 + 1) * sizeof(int16_t));
 }
 
 static int input_new(input *in, int64_t n, int max_rows) {
     *in = (input){.n = n, .max_rows = max_rows};
     for (int kind = ACT_Q32; kind <= ACT_Q256; kind++) {
-        size_t values = (size_t)n * (size_t)max_rows;
-        if (!(in->q[kind] = mem_new(values)) || !(in->d[kind] = mem_array(values / 32 + 1, sizeof(float))) ||
+        const size_t values = (size_t)n * (size_t)max_rows;
+        if (!(in->q[kind] = mem_new((size_t)act_stride(n) * (size_t)max_rows)) ||
+            !(in->d[kind] = mem_array(values / 32 + 1, sizeof(float))) ||
             !(in->sum[kind] = mem_array(values / 16 + 1, sizeof(int16_t))))
             return -1;
     }
@@ -4619,8 +4793,8 @@ static void quantise_rows(void *ctx, int64_t begin, int64_t end, int thread) {
     int64_t block = j->kind == ACT_Q32 ? 32 : 256;
     (void)thread;
     for (int64_t r = begin; r < end; r++)
-        j->dev->k->quantise(j->kind, in->n, in->f + r * in->n, in->q[j->kind] + r * in->n, in->d[j->kind] + r * (in->n / block),
-                            in->sum[j->kind] + r * (in->n / 16));
+        j->dev->k->quantise(j->kind, in->n, in->f + r * in->n, in->q[j->kind] + r * act_stride(in->n),
+                            in->d[j->kind] + r * (in->n / block), in->sum[j->kind] + r * (in->n / 16));
 }
 
 static void input_need(const device *dev, input *in, act_kind kind) {
@@ -5100,7 +5274,8 @@ static void hyper_enter(const pass *p, const hyper *h, const float *norm) {
     ds4_engine *e = p->e;
     hyper_job job = {p, h, norm};
     input_set(&e->s.in_mix, e->s.x, p->n);
-    product fn = product_of(&h->fn, &e->s.in_mix, e->s.mix); /* of the streams as they are: their norm is a factor of the sums */
+    product fn =
+        product_of(&h->fn, &e->s.in_mix, e->s.mix); /* of the streams as they are: their norm is a factor of the sums */
     products(&e->dev, &fn, 1);
     pool_run(e->dev.pool, p->n, (int64_t)e->sizes.streams / 4 + 500, mix_streams, &job);
     input_set(&e->s.in_y, e->s.y, p->n);
@@ -5687,9 +5862,10 @@ static void output_logits(ds4_engine *e, const float *x, int n, const hyper *h, 
 
 /* A file's sizes decide what memory the engine asks for, so thin tensors of great width could make much of few bytes. */
 static int out_of_proportion(const char *path, int64_t file_bytes) {
-    return fail("%s: the sizes of its layers are out of proportion to a file of %lld bytes: a pass of %d rows and sessions of 64 "
-                "tokens would need more than twice that and 64 MB of memory",
-                path, (long long)file_bytes, DS4_MAX_DRAFT + 1);
+    return fail(
+        "%s: the sizes of its layers are out of proportion to a file of %lld bytes: a pass of %d rows and sessions of 64 "
+        "tokens would need more than twice that and 64 MB of memory",
+        path, (long long)file_bytes, DS4_MAX_DRAFT + 1);
 }
 
 static int scratch_count(scratch *s, int64_t bytes) {
@@ -7274,8 +7450,8 @@ static int limit_scratch(ds4_engine *e, int rows) {
     const model *m = e->model;
     int64_t files = file_total(m->file) + file_total(m->head_file);
     int ctx = min_int(e->ctx, 64), least = DS4_MAX_DRAFT + 1;
-    int64_t left = 2 * files + (64 << 20) - 128 * (int64_t)m->c.n_vocab - m->owned_bytes - 2 * session_bytes(e, ctx, least + 8) -
-                   (int64_t)(thread_floats(&m->c, ctx) * sizeof(float));
+    int64_t left = 2 * files + (64 << 20) - 128 * (int64_t)m->c.n_vocab - m->owned_bytes -
+                   2 * session_bytes(e, ctx, least + 8) - (int64_t)(thread_floats(&m->c, ctx) * sizeof(float));
     if (left <= 0) return out_of_proportion(e->model_path, files);
     e->s.path = e->model_path;
     e->s.file_bytes = files;

@@ -50,8 +50,10 @@ class Kernels:
         return out.value
 
     def quantise(self, kind: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """q (m, act_stride(n)) with zeros after the n values of a row, d, sums."""
         m, n = x.shape
-        q = np.empty((m, n), np.int8)
+        self.lib.hook_act_stride.restype = ctypes.c_int64
+        q = np.zeros((m, self.lib.hook_act_stride(ctypes.c_int64(n))), np.int8)
         d = np.empty((m, n // (32 if kind == ACT_Q32 else 256)), np.float32)
         sums = np.empty((m, n // 16), np.int16)
         for r in range(m):
