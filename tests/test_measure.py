@@ -103,6 +103,11 @@ def test_bytes_read(model: Model) -> None:
     """Every tensor is counted once, tables of single lines not at all, of the experts those that are picked."""
     with Engine(model.path, model.head) as engine:
         tensors = engine.tensors()
+        session = engine.session()
+        session.eval([5])
+        before = engine.work.weight_bytes
+        session.verify(6, [])
+        counted = engine.work.weight_bytes - before
     target = [t for t in tensors if not t.head]
     experts = sum(t.bytes for t in target if "_exps." in t.name)
     tables = sum(t.bytes for t in target if t.name in ("token_embd.weight", "blk.0.ffn_gate_tid2eid.weight"))
@@ -110,6 +115,7 @@ def test_bytes_read(model: Model) -> None:
     one = files.bytes_read(tensors, 8, 2)
     assert sum(one.values()) == pytest.approx(all_of_them - tables - experts * 6 / 8)
     assert one["routed experts"] == pytest.approx(experts / 4)
+    assert counted == pytest.approx(sum(one.values()) - sum(t.bytes for t in target if len(t.dims) == 1 or "_ape" in t.name))
     assert one["output"] == next(t.bytes for t in target if t.name == "output.weight")
     attention = ["q_a", "q_b", "kv", "output_a", "output_b"]
     assert one["attention"] == sum(
@@ -130,7 +136,9 @@ def test_our_side(ours: Ours) -> None:
     ours.go(40)
     assert ours.session.tokens == ours.ids[:40]
     ours.session.reset_stats()
-    assert set(ours.passes([1, 3], 2)) == {"rows 1", "rows 3"}
+    passes = ours.passes([1, 3], 2)
+    assert set(passes) == {"rows 1", "rows 3", "bytes of 1", "bytes of 3"}
+    assert ours.engine.info.weight_bytes > passes["bytes of 3"] > passes["bytes of 1"] > 0
     stats = ours.session.stats
     assert stats.cycles == 4 and sum(stats.drafted) == 2 * 2 and ours.session.position == 40
 
@@ -187,7 +195,7 @@ def test_run(model: Model, peer_program: Path, tmp_path: Path) -> None:
     assert ("decode", "prompt 256", "ds4 / llama.cpp") in of and ("prompt", "prompt 2048", "ds4 / llama.cpp") in of
     for n in parts.ROWS:
         assert float(of["rows", f"rows {n}", "llama.cpp"]["median"]) == 500
-        assert ("rows", f"rows {n}", "ds4, over 1 row") in of
+        assert ("rows", f"rows {n}", "ds4, over 1 row") in of and of["rows", f"bytes of {n}", "ds4"]["unit"] == "bytes"
     alone = run(*options, "--no-peer", "--only", "rows").stdout
     assert "| iq2 | 1 | 9 |" in alone and "| - | - |" in alone
 

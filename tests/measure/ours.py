@@ -94,11 +94,11 @@ class Ours(AbstractContextManager["Ours"]):
         return {"a pass": 1000 * stats.verify_ms / stats.cycles}
 
     def passes(self, rows: Sequence[int], repeat: int = 3) -> dict[str, float]:
-        """Milliseconds of verifying so many rows at the session's position, the median of `repeat`; goes back."""
+        """Milliseconds of verifying so many rows at the session's position, the median of `repeat`, and bytes read; goes back."""
         s = self.session
         start, out = s.position, {}
         for n in rows:
-            all_ms = []
+            all_ms, before = [], self.engine.work.weight_bytes
             for i in range(repeat):
                 token, *drafts = self.ids[start + i * n : start + (i + 1) * n]
                 began = time.perf_counter()
@@ -106,4 +106,5 @@ class Ours(AbstractContextManager["Ours"]):
                 all_ms.append(1000 * (time.perf_counter() - began))
                 s.rewind(start)
             out[f"rows {n}"] = statistics.median(all_ms)
+            out[f"bytes of {n}"] = (self.engine.work.weight_bytes - before) / repeat
         return out

@@ -17,7 +17,7 @@ DS4, PEER, MEMORY = "ds4", "llama.cpp", "memory"
 ROWS = (1, 2, 3, 5, 9)
 DECODED, PROMPT, LONG_PROMPT = 24, 256, 2048
 READ_MIB, READ_ROUNDS = 1024, 9
-UNITS = {"read": "GB/s", "tokens a pass": "tokens"}
+UNITS = {"read": "GB/s", "tokens a pass": "tokens", **{f"bytes of {n}": "bytes" for n in ROWS}}
 """Of quantities measured along with others."""
 
 Measure = Callable[[], Mapping[str, float]]
@@ -130,9 +130,7 @@ def rows(b: Bench) -> None:
                 if b.peer:
                     sides[PEER] = partial(peer_passes, b.peer, model, threads)
                 of = b.sides("rows", model.name, threads, sides, "ms")
-                tensors, info = ours.engine.tensors(), ours.engine.info
-            least = [sum(files.bytes_read(tensors, info.experts, info.experts_used, n).values()) for n in ROWS]
-            for n, size in zip(ROWS, least, strict=True):
+            for n in ROWS:
                 cells = []
                 for who in (DS4, PEER):
                     one, many = of.get((who, "rows 1")), of.get((who, f"rows {n}"))
@@ -140,7 +138,8 @@ def rows(b: Bench) -> None:
                     if times:
                         b.report.add(times)
                     cells += [cell(many), cell(times)]
-                body.append([model.name, str(threads), str(n), *cells, number(size / least[0])])
+                more = ratio(of[DS4, f"bytes of {n}"], of[DS4, "bytes of 1"])
+                body.append([model.name, str(threads), str(n), *cells, number(more.median)])
     head = ["file", "threads", "rows", "ds4 ms", "over 1 row", "llama.cpp ms", "over 1 row", "bytes over 1 row"]
     b.report.table("Passes by their rows", head, body)
 

@@ -15,7 +15,8 @@ from measure import files
 from measure.figures import Figure, number
 from measure.parts import DS4, PROMPT, Bench
 
-HERTZ, STACK = 199, 24576
+HERTZ, STACK, ROOM = 99, 32768, "16M"
+"""Samples a second, bytes of stack in each (kernels keep a block's rows there), and what perf may hold before it writes them."""
 WRITTEN = 24
 PHASES = {"ds4_session_step": "1 row", "ds4_session_eval": f"{PROMPT} rows", "eval_prompt": f"{PROMPT} rows"}
 OPERATIONS = {
@@ -88,10 +89,12 @@ def profile(b: Bench) -> None:
             "-c",
             "1024",
         ]
-        record = ["perf", "record", "-q", "-F", str(HERTZ), "--call-graph", f"dwarf,{STACK}", "-o", samples]
+        record = ["perf", "record", "-q", "-F", str(HERTZ), "-m", ROOM, "--call-graph", f"dwarf,{STACK}", "-o", samples]
         files.run([*record, *ds4, "--ignore-eos", "--print-ids", "--quiet"])
         found = shares(files.run(["perf", "script", "-i", samples, "-F", "ip,sym"]))
         phases = list(found)
+        if not all(found.values()):
+            raise click.ClickException(f"{samples}: perf kept no samples of {' or '.join(p for p in phases if not found[p])}")
         for phase in phases:
             b.report.add(
                 *(Figure("profile", model.name, 1, w, f"{DS4}, {phase}", (v,), "share") for w, v in found[phase].items())
