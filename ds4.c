@@ -6424,12 +6424,12 @@ static void head_catch_up(ds4_session *s, int to) {
 /* ---- what passes and head steps cost here ----
  *
  * By number of rows (the knots below), measured as the engine works. Whatever else the machine does only adds to a time, so an
- * estimate is the lower quartile of the last few. What was measured fewer than three times, or not for a long while (the
- * context has grown, the machine is another), counts as unknown and is guessed from its neighbours, low rather than high: so it
- * is tried, and known. */
+ * estimate is the lower quartile of the last few. What was not measured for a long while (the context has grown, the machine is
+ * another), or only once or twice and not just now (it may have been disturbed), counts as unknown and is guessed from its
+ * neighbours, low rather than high: so it is tried, and known. */
 
-enum { COST_KEPT = 15, COST_TRUSTED = 3, COST_FRESH = 512 };
-enum { COST_KNOTS = DS4_MAX_DRAFT + 9, COST_FIRST = COST_KNOTS, COST_MORE, COST_SLOTS };
+enum { COST_KEPT = 15, COST_TRUSTED = 3, COST_FRESH = 512, COST_DOUBTED = 32 };
+enum { COST_KNOTS = DS4_MAX_DRAFT + 9, COST_FIRST = COST_KNOTS, COST_BACK, COST_MORE, COST_SLOTS };
 
 static const int cost_rows[COST_KNOTS] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10,  11,  12, 13,
                                           14, 15, 16, 17, 24, 32, 48, 64, 96, 128, 192, 256};
@@ -6441,16 +6441,20 @@ typedef struct {
 } cost;
 
 typedef struct costs {
-    cost slots[COST_SLOTS]; /* passes by knot; a cycle's first head step, what it repairs included; each further one */
+    cost slots[COST_SLOTS]; /* passes by knot; a cycle's first head step, what it repairs included; the same after a pause, with many
+                               rows to make; each further one */
     int64_t passes; /* timed */
 } costs;
 
-static bool cost_fresh(const costs *c, int slot) { return c->passes - c->slots[slot].at < COST_FRESH; }
-static bool cost_known(const costs *c, int slot) { return c->slots[slot].n >= COST_TRUSTED && cost_fresh(c, slot); }
+static bool cost_within(const costs *c, int slot, int passes) { return c->passes - c->slots[slot].at < passes; }
+static bool cost_known(const costs *c, int slot) {
+    int n = c->slots[slot].n;
+    return n > 0 && cost_within(c, slot, n < COST_TRUSTED ? COST_DOUBTED : COST_FRESH);
+}
 
 static void cost_add(costs *c, int slot, double ms) {
     cost *s = &c->slots[slot];
-    if (!cost_fresh(c, slot)) s->n = 0;
+    if (!cost_within(c, slot, COST_FRESH)) s->n = 0;
     s->kept[s->n++ % COST_KEPT] = ms;
     s->at = c->passes;
     double sorted[COST_KEPT];
@@ -6502,36 +6506,46 @@ static double cost_step(const costs *c, int slot) { return cost_known(c, slot) ?
  *
  * A draft costs a step of its drafter and a row of the pass, and brings a token if it and all before it are accepted. `auto`
  * drafts as many as bring the most tokens a millisecond, none included. How likely a draft is to be accepted it knows from
- * the drafts before: by place in the cycle, by the head's own lead, by the length of a lookup's match. Nothing here touches
- * the text, and everything is a function of the costs and of what was accepted. */
+ * the drafts before: by place in the cycle, by the head's own lead, by the length of a lookup's match. A session begins with
+ * the belief that drafts are good, which few of them outvote. Where drafting does not pay by what is known, trials go on
+ * within bounds: what they cost beyond what they bring is a debt, of which PACE_DEBT may stand open and PACE_TRIALS of the time
+ * pays back. So a head that is always wrong costs a pass or two, and then less than a hundredth. Nothing here touches the text, and
+ * everything is a function of the costs and of what was accepted. */
 
 enum { PACE_LEADS = 8, PACE_MATCHES = 6 };
+static const double PACE_PRIOR = 0.7; /* of a first draft, until there is evidence */
+static const double PACE_KEEP = 127 / 128.0; /* of the evidence, with each new draft */
 static const double PACE_RECENT = 6;
+static const double PACE_DEBT = 1.5; /* in plain passes */
+static const double PACE_TRIALS = 0.007;
 
-/* Over about the last 32 drafts. */
+/* Over about the last 128 drafts. */
 typedef struct {
     double hits, seen;
 } record;
 
+static void record_fade(record *r, double keep) {
+    r->hits *= keep;
+    r->seen *= keep;
+}
+
 static void records_add(record *r, int n, int at, bool hit) {
-    for (int i = 0; i < n; i++) {
-        r[i].hits *= 31 / 32.0;
-        r[i].seen *= 31 / 32.0;
-    }
+    for (int i = 0; i < n; i++) record_fade(&r[i], PACE_KEEP);
     r[at].hits += hit;
     r[at].seen += 1;
 }
 
-/* The share of hits; with little evidence, near `prior`. */
-static double record_rate(const record *r, double prior) { return (r->hits + 2 * prior) / (r->seen + 2); }
+/* The share of hits, with `prior` as so many drafts' worth of evidence. */
+static double record_rate(const record *r, double prior, double worth) { return (r->hits + worth * prior) / (r->seen + worth); }
 
 /* What a session has learned. In pairs: a cycle's first draft; those behind it. */
 typedef struct pace {
     record place[DS4_MAX_DRAFT]; /* the drafter's drafts, given that those before were accepted */
+    record behind; /* all places but the first: what is expected of those that were seldom come to */
     double recent[DS4_MAX_DRAFT]; /* the same over about the last PACE_RECENT */
     record lead[2][PACE_LEADS], match[2][PACE_MATCHES];
     double worse, better; /* how far hits have lately been below, above what was expected */
-    double credit; /* milliseconds that trials may cost */
+    double debt; /* plain passes that trials cost and neither brought nor were paid back */
     bool on; /* the last plan drafted */
     bool promising; /* the last trial succeeded */
 } pace;
@@ -6555,21 +6569,23 @@ static int lead_class(float lead) {
 
 static int match_class(int length) { return length < 4 ? length - 1 : length < 6 ? 3 : length < 9 ? 4 : 5; }
 
-/* Fills in what is known before a cycle, for a pass that holds `others` rows of other sessions. */
-static void plan_start(plan *w, const pace *p, const costs *c, int others) {
-    double prior = 0.7;
-    *w = (plan){.first = cost_step(c, COST_FIRST), .more = cost_step(c, COST_MORE), .tokens = 1 + others};
+/* Fills in what is known before a cycle, for a pass that holds `others` rows of other sessions; `back`: the head did not draft for
+ * a while. */
+static void plan_start(plan *w, const pace *p, const costs *c, int others, bool back) {
+    *w = (plan){.first = cost_step(c, back && cost_known(c, COST_BACK) ? COST_BACK : COST_FIRST), .more = cost_step(c, COST_MORE), .tokens = 1 + others};
     for (int k = DS4_MAX_DRAFT; k >= 0; k--) { /* fewer rows cannot cost more: then the larger time was a disturbed one */
         w->pass[k] = cost_pass(c, others + 1 + k);
         if (k < DS4_MAX_DRAFT && w->pass[k] > w->pass[k + 1]) w->pass[k] = w->pass[k + 1];
     }
-    for (int i = 0; i < DS4_MAX_DRAFT; i++) prior = w->place[i] = record_rate(&p->place[i], prior);
+    w->place[0] = record_rate(&p->place[0], PACE_PRIOR, 3);
+    double behind = record_rate(&p->behind, w->place[0], 2);
+    for (int i = 1; i < DS4_MAX_DRAFT; i++) behind = w->place[i] = record_rate(&p->place[i], behind, 16);
     w->rate = w->pass[0] > 0 ? w->tokens / w->pass[0] : 0;
 }
 
 /* How likely draft i is to be accepted once those before it are, by its lead (NAN: the drafter gives none). */
 static double lead_chance(const pace *p, const plan *w, int i, float lead) {
-    return isnan(lead) ? w->place[i] : record_rate(&p->lead[i > 0][lead_class(lead)], w->place[i]);
+    return isnan(lead) ? w->place[i] : record_rate(&p->lead[i > 0][lead_class(lead)], w->place[i], 4);
 }
 
 /* Tokens that `depth` drafts would bring, and the milliseconds they would add. The lead of the first may end it there. */
@@ -6579,7 +6595,7 @@ static double expect(const pace *p, const plan *w, int depth, double *ms) {
     for (int i = 0; i < PACE_LEADS; i++) seen += p->lead[0][i].seen;
     *ms = w->first;
     for (int i = 0; i < PACE_LEADS && seen > 0; i++) {
-        double share = p->lead[0][i].seen / seen, hits = record_rate(&p->lead[0][i], w->place[0]) * all;
+        double share = p->lead[0][i].seen / seen, hits = record_rate(&p->lead[0][i], w->place[0], 4) * all;
         if (hits <= w->rate * further) continue;
         tokens += share * hits;
         *ms += share * further;
@@ -6614,8 +6630,8 @@ static int pace_depth(pace *p, plan *w, int limit) {
 /* How likely a lookup's first guess is to be accepted, or each one behind it (later: 1), by the length of the match. */
 static double lookup_chance(const pace *p, int length, int later) {
     int at = match_class(length);
-    double first = record_rate(&p->match[0][at], 0.5);
-    return later ? record_rate(&p->match[1][at], first) : first;
+    double first = record_rate(&p->match[0][at], 0.5, 2);
+    return later ? record_rate(&p->match[1][at], first, 2) : first;
 }
 
 /* The same for a lookup that found a match: how many of its n guesses to verify. */
@@ -6632,11 +6648,10 @@ static int pace_lookup(const pace *p, plan *w, int length, int n) {
     return depth;
 }
 
-/* Whether to draft one more after `made` drafts, all of which are accepted with probability `chance`. A hundredth of the time goes
- * to trials: one draft more than the plan asks for, which is how it comes back, and finds out that it could go deeper. A trial
- * that succeeds earns what it saved. */
+/* Whether to draft one more after `made` drafts, all of which are accepted with probability `chance`. A trial is one draft more
+ * than the plan asks for, which is how it comes back, and finds out that it could go deeper. */
 static bool pace_go_on(const pace *p, plan *w, int made, double chance, int limit) {
-    double gain = 0, each = chance;
+    double gain = 0, each = chance, ms = made ? w->more : w->first;
     if (made >= limit || w->trial || w->rate <= 0) return false;
     if (made == 0 && (p->on || p->promising)) {
         w->trial = !p->on;
@@ -6646,15 +6661,14 @@ static bool pace_go_on(const pace *p, plan *w, int made, double chance, int limi
         gain += each *= w->place[d - 1];
         if (made && gain > w->rate * (w->pass[d] - w->pass[made] + (d - made) * w->more)) return true;
     }
-    double ms = w->pass[made + 1] - w->pass[made] + (made ? w->more : w->first);
-    return w->trial = chance >= 0.5 && p->credit > ms;
+    return w->trial = chance >= 0.5 && p->debt + ms / w->pass[0] < PACE_DEBT;
 }
 
 /* How many of n drafts to verify, the i-th of which is accepted with all before it with probability chance[i]. */
 static int pace_cut(const pace *p, const plan *w, const double *chance, int n) {
     double value = 0, best = 0;
     int k = 0;
-    if (w->trial && (n > 1 || p->promising)) return n;
+    if (w->trial && n == 1) return p->promising;
     for (int i = 0; i < n; i++) {
         value += chance[i];
         double net = value - w->rate * (w->pass[i + 1] - w->pass[0]);
@@ -6675,32 +6689,36 @@ static void pace_surprise(pace *p, double expected, bool hit) {
     p->worse = p->better = 0;
     for (int i = 0; i < DS4_MAX_DRAFT; i++)
         if (p->place[i].seen > PACE_RECENT) p->place[i] = (record){PACE_RECENT * p->recent[i], PACE_RECENT};
+    record_fade(&p->behind, 1 / 8.0);
     for (int i = 0; i < PACE_LEADS; i++)
-        for (int later = 0; later < 2; later++) {
-            p->lead[later][i].hits /= 8;
-            p->lead[later][i].seen /= 8;
-        }
+        for (int later = 0; later < 2; later++) record_fade(&p->lead[later][i], 1 / 8.0);
+}
+
+/* A trial's costs, less the tokens it brought; other cycles pay back. When a lone draft would have been right (hit), the next is
+ * tried at once, as long as such drafts have not cost too much. */
+static void pace_pay(pace *p, const plan *w, int made, int k, int taken, bool hit) {
+    double ms, draft_ms = made ? w->first + (made - 1) * w->more : 0;
+    if (!w->trial) ms = -PACE_TRIALS * (w->pass[k] + draft_ms);
+    else if (made == 1) ms = draft_ms + w->pass[k] - w->pass[0] - taken / w->rate;
+    else ms = w->more + (k == made ? w->pass[k] - w->pass[k - 1] - (taken == k) / w->rate : 0);
+    p->debt = d_max(0, p->debt + ms / w->pass[0]);
+    if (w->trial && made == 1) p->promising = hit && p->debt < 2 * PACE_DEBT;
 }
 
 /* What became of the drafter's drafts: `made` of them, the first k verified, `taken` accepted; `spare` is what would have become of
  * draft k if k < made and all were taken: 1 accepted, 0 not, -1 unknown. */
-static void pace_learn(pace *p, const plan *w, int made, int k, int taken, const float *leads, int spare, double draft_ms) {
+static void pace_learn(pace *p, const plan *w, int made, int k, int taken, const float *leads, int spare) {
     int hit = -1;
     for (int i = 0; i < made && i <= taken; i++) {
         hit = i < taken ? 1 : i < k ? 0 : spare;
         if (hit < 0) break;
         pace_surprise(p, lead_chance(p, w, i, leads[i]), hit);
         records_add(&p->place[i], 1, 0, hit);
+        if (i) records_add(&p->behind, 1, 0, hit);
         p->recent[i] += (hit - p->recent[i]) / PACE_RECENT;
         if (!isnan(leads[i])) records_add(p->lead[i > 0], PACE_LEADS, lead_class(leads[i]), hit);
     }
-    if (!w->trial) p->credit += (w->pass[k] + draft_ms) / 100;
-    else if (made == 1) {
-        p->credit += taken / w->rate - draft_ms - (w->pass[k] - w->pass[0]);
-        p->promising = hit > 0 && p->credit > -2 * w->pass[0];
-    } else p->credit += (taken == k) / w->rate - w->more - (w->pass[k] - w->pass[k - 1]);
-    double most = 2 * (w->first + w->pass[1]);
-    if (p->credit > most) p->credit = most;
+    if (w->pass[0] > 0) pace_pay(p, w, made, k, taken, hit > 0);
 }
 
 /* And of a lookup's guesses, verified or not: the first `known` of them met the target's choice, `hits` in a row were it. */
@@ -6820,7 +6838,6 @@ typedef struct cycle {
     bool automatic; /* the depth is what pays: */
     plan w;
     double chance[DS4_MAX_DRAFT]; /* how likely a draft is to be accepted with all before it */
-    double draft_ms;
     int match, guesses, guess[DS4_MAX_DRAFT]; /* what the lookup found, whether or not it is verified; 0: nothing */
     bool looked_up; /* the drafts are the lookup's */
     int laws; /* rejection: of how many drafts (tail included) by->draft_logits holds the logits; the others were certain */
@@ -6901,15 +6918,18 @@ static void head_step(ds4_engine *e, int m, int step, float *logits) {
     draft_logits(e, m, logits);
 }
 
+/* Whether the head comes back after a while without drafts, with many rows to make. */
+static bool head_back(const ds4_session *s) { return s->head_to < s->position - 1 - (DS4_MAX_DRAFT + 1); }
+
 /* The head drafts for all cycles at once: a pass of it for the first draft of each, one for the second, ... */
 static void head_propose(cycle **list, int n) {
     ds4_engine *e = list[0]->s->engine;
     double start = now_ms();
-    bool usual = true; /* none comes back after a while without drafts, with many rows to make */
+    bool back = false; /* one of them does */
     for (int i = 0; i < n; i++) {
         ds4_session *s = list[i]->s;
         double began = now_ms();
-        usual = usual && s->head_to >= s->position - 1 - (DS4_MAX_DRAFT + 1);
+        back = back || head_back(s);
         if (s->position == 0) list[i]->ended = true; /* no streams yet */
         else head_catch_up(s, s->position - 1);
         s->stats.repair_ms += now_ms() - began;
@@ -6923,7 +6943,7 @@ static void head_propose(cycle **list, int n) {
             if (!list[i]->ended && list[i]->k < list[i]->room)
                 head_choose(list[i], e->logits + (int64_t)at++ * e->model->c.n_vocab);
         double now = now_ms();
-        if (step || usual) cost_add(e->costs, step ? COST_MORE : COST_FIRST, (now - start) / m);
+        cost_add(e->costs, step ? COST_MORE : back ? COST_BACK : COST_FIRST, (now - start) / m);
         start = now;
     }
 }
@@ -7030,7 +7050,7 @@ static void learn(cycle *c) {
         s->stats.lookup_accepted += taken;
     } else s->stats.pruned += c->made - c->k;
     if (c->automatic || s->lookup)
-        pace_learn(s->pace, &c->w, c->looked_up ? 0 : c->made, c->k, taken, c->leads, spare, c->draft_ms);
+        pace_learn(s->pace, &c->w, c->looked_up ? 0 : c->made, c->k, taken, c->leads, spare);
     if (!c->guesses) return;
     while (hits < taken && hits < c->guesses && c->drafts[hits] == c->guess[hits]) hits++;
     int last = hits < c->guesses && hits == taken ? would_pass(c, c->guess[hits]) : -1;
@@ -7126,7 +7146,7 @@ static void choose_drafter(cycle *c, int others) {
     look_up(c);
     c->automatic = s->draft == DS4_DRAFT_AUTO;
     if (!c->automatic && !s->lookup) return;
-    plan_start(&c->w, s->pace, s->engine->costs, others);
+    plan_start(&c->w, s->pace, s->engine->costs, others, head_back(s));
     if (c->automatic) {
         pace_depth(s->pace, &c->w, s->drafter ? c->room : 0);
         if (c->guesses) n = pace_lookup(s->pace, &c->w, c->match, c->guesses);
@@ -7174,7 +7194,6 @@ static void propose(ds4_engine *e, cycle *list, int n, int most) {
         d->propose(same, m);
         for (int j = 0; j < m; j++) repair += same[j]->s->stats.repair_ms;
         for (int j = 0; j < m; j++) {
-            same[j]->draft_ms = (now_ms() - start) / m;
             same[j]->s->stats.draft_ms += now_ms() - start - repair;
             same[j]->ended = true;
         }

@@ -88,3 +88,10 @@ def head_forms(directory: Path, tmp: Path) -> Iterator[tuple[Path, Path | None, 
     yield directory / "target.gguf", directory / "head-llama.gguf", False
     ready = directory / "combined.gguf"
     yield ready if ready.exists() else combined(directory, tmp / "combined.gguf"), None, True
+
+
+def anti_head(source: Path, out: Path) -> Path:
+    """A head in ds4's layout that is always wrong: its last norm's weights are negated, and so are its logits."""
+    norm = "mtp.0.norm.weight"
+    arch = gguf.GGUFReader(source).fields[gguf.Keys.General.ARCHITECTURE].contents()
+    return rewrite(source, out, arch=arch, tensors={norm: -np.asarray(tensors_of(source)[norm].data)})

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine import Engine, Failed, Session, batch_step, bits, ffi, lib
+from fixtures import anti_head
 
 AUTO, MOST = -1, 16
 Drafts = Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]
@@ -62,11 +63,16 @@ def honest(mean: float, bias: float) -> Drafts:
 class World:
     """A controller on a machine; counts what it spends and what each fixed depth would have spent on the same drafts."""
 
-    def __init__(self, machine: Machine, seed: int = 0, noise: float = 0) -> None:
+    def __init__(self, machine: Machine, seed: int = 0, noise: float = 0, known: bool = False) -> None:
         self.p: Any = ffi.gc(lib.hook_pace_new(), lib.hook_pace_free)
         self.machine, self.noise = machine, noise
         self.rng, self.disturbance = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
         self.clear()
+        for _ in range(5 if known else 0):
+            for rows, ms in enumerate(machine.passes):
+                self.time(1 + rows, ms)
+            for slot, ms in ((0, machine.first), (-2, machine.first), (-1, machine.more)):
+                self.time(slot, ms)
 
     def clear(self) -> None:
         self.tokens, self.ms = 0, 0.0
@@ -124,6 +130,29 @@ def test_as_good_as_the_best_depth(machine: Machine, drafts: Drafts, noise: floa
 
 
 @pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("drafts", [always, flat(0.3), flat(0.65), flat(0.8), honest(2, 2), honest(4, 1), honest(8, 0.5)])
+def test_short_texts(machine: Machine, drafts: Drafts) -> None:
+    """The first 200 tokens of new sessions on a machine that is known: little is lost to finding out, however the first drafts fall.
+    Here each depth is tried on the drafts of all the texts, or the best would be the one that met the luckier ones."""
+    worlds = [World(machine, seed, known=True).run(drafts, 200) for seed in range(24)]
+    speed = sum(w.tokens for w in worlds) / sum(w.ms for w in worlds)
+    best = max(sum(w.fixed[d][0] for w in worlds) / sum(w.fixed[d][1] for w in worlds) for d in range(9))
+    assert speed > 0.97 * best, speed / best
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_a_wrong_head_costs(machine: Machine, known: bool) -> None:
+    """2% of the first 200 tokens (half a percent more while the machine is being measured), 1% of a thousand."""
+    for seed in range(2):
+        world = World(machine, seed, known=known).run(never, 200)
+        assert world.ms <= (1.02 if known else 1.025) * 200 * machine.passes[0]
+        early = world.ms
+        world.run(never, 800)
+        assert early + world.ms <= 1.01 * 1000 * machine.passes[0]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_a_head_that_is_always_wrong(machine: Machine) -> None:
     """Off after a few cycles; what is left is a hundredth of the time."""
     world = World(machine)
@@ -136,7 +165,7 @@ def test_a_head_that_is_always_wrong(machine: Machine) -> None:
 
 def test_it_goes_as_deep_as_pays() -> None:
     world = World(LARGE)
-    world.run(always, 600)
+    world.run(always, 2000)
     assert world.run(always, 600).depths[-20:] == [16] * 20
     shallow = World(EXPERTS).run(flat(0.6), 2000)
     assert max(shallow.depths[500:]) <= 3 and np.mean(shallow.depths[500:]) > 0.3
@@ -168,7 +197,7 @@ def test_no_flapping() -> None:
             ratios.append(world.ratio)
         assert np.mean(ratios) > 0.97 and changes < cycles / 25, (p, ratios, changes, cycles)
     sure = World(SMALL).run(flat(0.9), 2000)
-    assert all(sure.depths[10:])
+    assert sum(depth == 0 for depth in sure.depths[10:]) <= 3  # to time a plain pass again
 
 
 def test_the_lead_prunes() -> None:
@@ -187,14 +216,20 @@ def test_the_lead_prunes() -> None:
 
 
 def test_costs() -> None:
-    """The lower quartile of what is measured; straight lines between; unknown is cheap; fewer rows never cost more."""
+    """The lower quartile of what is measured; straight lines between; unknown is cheap; a lone measurement is soon doubted."""
     p = ffi.gc(lib.hook_pace_new(), lib.hook_pace_free)
     passes = lambda rows: lib.hook_pace_pass(p, rows)  # noqa: E731
     assert passes(1) == 0
-    for ms in (50.0, 10.0, 11.0):  # the first pass reads the weights from disk
-        assert passes(1) == 0
+    for ms, least in ((50.0, 50), (10.0, 10), (11.0, 10)):  # the first pass reads the weights from disk
         lib.hook_pace_cost(p, 1, ms)
+        assert passes(1) == least
     assert passes(1) == 10 and passes(2) == 11 and passes(5) == 14
+    lib.hook_pace_cost(p, 2, 40)  # another program: not tried again for a while, and not for long
+    for _ in range(31):
+        assert passes(2) == 40
+        lib.hook_pace_cost(p, 1, 10)
+    lib.hook_pace_cost(p, 1, 10)
+    assert passes(2) == 11
     for ms in (30, 30, 30):
         lib.hook_pace_cost(p, 5, ms)
     assert passes(3) == 20 and passes(5) == 30 and passes(7) == 40
@@ -315,6 +350,23 @@ def test_work(plain: Plain) -> None:
         session.script(plain.text)
         generate(session, LENGTH - 150, lambda _: USUAL)
         assert session.stats.passes - 151 < 75
+
+
+def test_a_wrong_head_does_little_work(plain: Plain, tmp_path: Path) -> None:
+    """The head's logits negated: no draft is right, and soon hardly any is made. The same again with the same costs."""
+    head = anti_head(plain.head, tmp_path / "anti.gguf")
+    with Engine(plain.target, head, threads=1) as engine:
+        runs = []
+        for costs in (USUAL, USUAL, CHEAP):
+            session = start(engine, plain.prompt)
+            assert generate(session, LENGTH, lambda _, costs=costs: costs) == plain.tokens
+            s = session.stats
+            made = sum(s.drafted) + s.pruned
+            assert 0 < made and sum(s.accepted) == 0 and s.passes == LENGTH + 1
+            # of USUAL a draft costs 0.4 of a pass, or 0.1 unverified: 1.5 passes of them, and 0.007 for each token
+            assert costs is CHEAP or (sum(s.drafted) <= 10 and s.head_passes <= 60 and made <= 40)
+            runs.append((list(s.drafted), s.pruned, s.head_passes))
+        assert runs[0] == runs[1]
 
 
 def test_auto_in_the_api(plain: Plain) -> None:

@@ -1,8 +1,9 @@
 """Tests of the tests: faults planted in the engine must be caught by the comparison with plain decoding.
 
 A mutant is a line of ds4.c and what stands there instead. All of them are built into one library, which does as ds4.c does
-until a mutant's number is set; each is checked alone, in a process of its own, by the checks of test_state.py in small. A line
-that is no longer there fails too: then the mutant has to follow the code.
+until a mutant's number is set; each is checked alone, in a process of its own, by the checks of test_state.py in small; those of
+`auto`, which change no text, by checks of test_auto.py. A line that is no longer there fails too: then the mutant has to follow
+the code.
 """
 
 from __future__ import annotations
@@ -97,6 +98,20 @@ MUTANTS = {
     ),
 }
 
+AUTO_MUTANTS = {
+    "none of auto": ("", ""),
+    "auto: trials without bounds": ("p->debt + ms / w->pass[0] < PACE_DEBT", "true"),
+    "auto: trials that nobody pays": ("p->debt = d_max(0, p->debt + ms / w->pass[0]);", "p->debt = 0;"),
+    "auto: no trials": ("p->debt + ms / w->pass[0] < PACE_DEBT", "false"),
+    "auto: misses taken for hits": ("records_add(&p->place[i], 1, 0, hit);", "records_add(&p->place[i], 1, 0, true);"),
+    "auto: changes not noticed": ("p->worse < 3.5 && p->better < 3.5", "true"),
+    "auto: verifies all it drafts": ("net <= best", "false"),
+    "auto: never trusts a lead": ("isnan(lead)", "true"),
+    "auto: a disturbed pass believed for long": ("n < COST_TRUSTED ? COST_DOUBTED : COST_FRESH", "COST_FRESH"),
+    "auto: forgets what it measured": ("n < COST_TRUSTED ? COST_DOUBTED : COST_FRESH", "COST_DOUBTED"),
+}
+ALL = MUTANTS | AUTO_MUTANTS
+
 # What runs against a mutant, in a process of its own. The depths and places are few: a fault that shows only by luck would
 # have to be caught by the full tests.
 CHECK = """
@@ -178,11 +193,28 @@ for name in ("tiny", "odd"):
 print("all equal")
 """
 
+AUTO_CHECK = """
+import sys
+sys.path[:0] = [{tests!r}, {python!r}]
+import conftest
+from pathlib import Path
+conftest.make = lambda target: Path({library!r})
+import engine, test_auto
+engine.ffi.cdef("extern int hook_mutant;")
+engine.lib.hook_mutant = {number}
+test_auto.test_costs()
+test_auto.test_the_lead_prunes()
+for machine in test_auto.MACHINES:
+    test_auto.test_what_a_wrong_head_costs(machine, True)
+    test_auto.test_it_comes_back(machine)
+print("all equal")
+"""
+
 
 def planted(source: str) -> str:
     """ds4.c with every mutant in it, each behind its number."""
     by_line: dict[str, list[tuple[int, str]]] = {}
-    for number, (old, new) in enumerate(MUTANTS.values()):
+    for number, (old, new) in enumerate(ALL.values()):
         if old:
             by_line.setdefault(old, []).append((number, new))
     for old, mutants in by_line.items():
@@ -214,19 +246,19 @@ def library(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp / "hooks.so"
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", ALL)
 def test_mutant_is_caught(root: Path, library: Path, name: str) -> None:
-    line = MUTANTS[name][0]
+    line = ALL[name][0]
     assert not line or (root / "ds4.c").read_text().count(line) == 1, f"gone or not unique: {line}"
-    code = CHECK.format(
+    code = (AUTO_CHECK if name in AUTO_MUTANTS else CHECK).format(
         tests=str(root / "tests"),
         python=str(root / "python"),
         library=str(library),
-        number=list(MUTANTS).index(name),
+        number=list(ALL).index(name),
         isa="scalar" if "kernel" in name else "auto",
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    if name == "none":
+    if name.startswith("none"):
         assert done.returncode == 0 and "all equal" in done.stdout, done.stderr
     else:
         assert done.returncode != 0, f"nothing noticed: {name}"
