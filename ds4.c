@@ -7334,7 +7334,7 @@ int ds4_session_eval_speculative_argmax(ds4_session *s, int first, int max) {
 ds4_cfg ds4_default_cfg(void) {
     return (ds4_cfg){.mtp_draft = 1,
                      .mtp_shortlist = 32768,
-                     .mtp_margin = 3.0f,
+                     .mtp_margin = DS4_MARGIN_AUTO,
                      .gen = {.temperature = 0, .top_p = 1},
                      .kv_type = DS4_KV_F16,
                      .prefill_chunk = 256,
@@ -7342,6 +7342,16 @@ ds4_cfg ds4_default_cfg(void) {
 }
 
 /* ---- engine ---- */
+
+static int check_margin(const char *name, float margin) {
+    if (margin == DS4_MARGIN_AUTO || (margin >= 0 && margin <= 1000)) return 0;
+    return fail("%s is %g; expected 0 to 1000, or %d (auto)", name, (double)margin, DS4_MARGIN_AUTO);
+}
+
+/* What serves the depth: a fixed one is careful, as scripts for other engines expect; `auto` is there to be fast. */
+static float margin_of(int draft, float margin) {
+    return margin != DS4_MARGIN_AUTO ? margin : draft == DS4_DRAFT_AUTO ? 0 : 3;
+}
 
 static int check_cfg(const ds4_cfg *cfg) {
     if (!cfg->model_path) return fail("model_path is missing");
@@ -7351,8 +7361,7 @@ static int check_cfg(const ds4_cfg *cfg) {
         return fail("mtp_draft is %d; expected 0 to %d, or %d (auto)", cfg->mtp_draft, DS4_MAX_DRAFT, DS4_DRAFT_AUTO);
     if (cfg->draft_lookup < 0 || cfg->draft_lookup > LOOKUP_LONGEST)
         return fail("draft_lookup is %d; expected 0 to %d", cfg->draft_lookup, LOOKUP_LONGEST);
-    if (!(cfg->mtp_margin >= 0 && cfg->mtp_margin <= 1000))
-        return fail("mtp_margin is %g; expected 0 to 1000", (double)cfg->mtp_margin);
+    if (check_margin("mtp_margin", cfg->mtp_margin)) return -1;
     if (cfg->threads < 0 || cfg->threads > MAX_THREADS)
         return fail("threads is %d; expected 0 (all processors) to %d", cfg->threads, MAX_THREADS);
     if (cfg->ctx < 0) return fail("ctx is %d; expected 0 or more", cfg->ctx);
@@ -7529,7 +7538,7 @@ ds4_engine *ds4_engine_new(const ds4_cfg *cfg) {
     e->chunk = cfg->prefill_chunk;
     e->draft = cfg->mtp_draft;
     e->lookup = cfg->draft_lookup;
-    e->margin = cfg->mtp_margin;
+    e->margin = margin_of(cfg->mtp_draft, cfg->mtp_margin);
     e->conf_log = cfg->conf_log;
     e->log = cfg->log;
     e->progress = cfg->progress;
@@ -7585,6 +7594,7 @@ ds4_info ds4_engine_info(const ds4_engine *e) {
                       .threads = e->dev.pool->threads,
                       .prefill_chunk = e->chunk,
                       .max_rewind = e->max_rewind,
+                      .mtp_margin = e->margin,
                       .kv_type = e->kv_type,
                       .has_head = m->has_head,
                       .file_has_head = m->file_has_head,
@@ -7998,10 +8008,10 @@ bool ds4_session_is_stop(const ds4_session *s, int token) {
 int ds4_session_set_mtp(ds4_session *s, int draft, float margin) {
     if (draft < DS4_DRAFT_AUTO || draft > DS4_MAX_DRAFT)
         return fail("draft is %d; expected 0 to %d, or %d (auto)", draft, DS4_MAX_DRAFT, DS4_DRAFT_AUTO);
-    if (!(margin >= 0 && margin <= 1000)) return fail("margin is %g; expected 0 to 1000", (double)margin);
+    if (check_margin("margin", margin)) return -1;
     if (draft != 0 && !s->drafter && !s->lookup) return fail("draft is %d, but no MTP head is loaded and lookup is off", draft);
     s->draft = draft;
-    s->margin = margin;
+    s->margin = margin_of(draft, margin);
     return 0;
 }
 

@@ -36,6 +36,7 @@ extern "C" {
 #define DS4_VERSION "0.1.0"
 #define DS4_MAX_DRAFT 16               /* the deepest speculation */
 enum { DS4_DRAFT_AUTO = -1 };          /* a draft depth: as many as pay, none included */
+enum { DS4_MARGIN_AUTO = -1 };         /* a margin: 0 with DS4_DRAFT_AUTO, 3 with a fixed depth */
 #define DS4_ERROR_BYTES 256            /* of a batch item's message */
 
 typedef struct ds4_engine ds4_engine;
@@ -85,7 +86,7 @@ typedef struct {
     bool mtp_internal;                 /* use the head inside the target's file */
     int mtp_draft;                     /* tokens drafted a cycle, 0 to DS4_MAX_DRAFT; 0: no speculation; DS4_DRAFT_AUTO (1) */
     int draft_lookup;                  /* draft what followed the last time that up to so many tokens occurred, 0 to 64; 0: off (0) */
-    float mtp_margin;                  /* lead in logits a draft needs to be committed from the batch, 0 to 1000 (3) */
+    float mtp_margin;                  /* lead in logits a draft needs to be taken from the batch, 0 to 1000 (DS4_MARGIN_AUTO) */
     int mtp_shortlist;                 /* the head drafts the vocabulary's first so many ids and those of the text; 0: any (32768) */
     ds4_gen gen;                       /* how sessions choose tokens until ds4_session_set_gen (greedy) */
     int ctx;                           /* most tokens of a session; 0: min(the model's context, 32768) */
@@ -134,6 +135,7 @@ typedef struct {
     int layers, embd, heads, head_dim, rope_dim, vocab, streams, window, experts, experts_used, expert_ff, hash_layers;
     int context_length;                /* the model's own */
     int ctx, threads, prefill_chunk, max_rewind;
+    float mtp_margin;                  /* of new sessions */
     ds4_kv_type kv_type;
     bool has_head;                     /* a head was loaded */
     bool file_has_head;                /* the target's file holds one (mtp_internal would use it) */
@@ -252,7 +254,8 @@ int ds4_session_rewind_floor(const ds4_session *s);
 int ds4_session_set_stops(ds4_session *s, const int *tokens, size_t n, bool ignore_eos);
 bool ds4_session_is_stop(const ds4_session *s, int token);
 /* Speculation of this session: draft 0 to DS4_MAX_DRAFT or DS4_DRAFT_AUTO (0: off; any other needs a head, lookup or another
- * drafter), margin >= 0. Auto drafts as many tokens as measured times and acceptance say will pay, none included. */
+ * drafter), margin 0 to 1000 or DS4_MARGIN_AUTO. Auto drafts as many tokens as measured times and acceptance say will pay, none
+ * included. */
 int ds4_session_set_mtp(ds4_session *s, int draft, float margin);
 /* Prompt lookup: when the last tokens, `longest` (1 to 64) or fewer but at least 2, stand earlier in the session, what followed
  * them is drafted, as far as the draft depth goes; with a head, whichever is likelier to be accepted. 0: off. */

@@ -1154,7 +1154,7 @@ static void print_stats(const App *app, const Answer *answer, FILE *f) {
     if (!depth_used(app)) return;
     fprintf(f, "steps      %8lld, %.2f tokens each", (long long)s.cycles, share(s.emitted, s.cycles));
     if (app->opt.cfg.gen.temperature == 0)     /* else the margin says nothing */
-        fprintf(f, "; margin %g held back %lld matches", (double)app->opt.cfg.mtp_margin, (long long)s.below_margin);
+        fprintf(f, "; margin %g held back %lld matches", (double)app->info.mtp_margin, (long long)s.below_margin);
     fputc('\n', f);
     for (int i = 0; i < depth_used(app); i++)
         if (s.drafted[i] || app->opt.cfg.mtp_draft > 0)
@@ -1215,7 +1215,7 @@ static void json_setup(const App *app, FILE *f) {
     if (cfg->mtp_draft == DS4_DRAFT_AUTO) fputs("\"auto\"", f);
     else fprintf(f, "%d", cfg->mtp_draft);
     fprintf(f, ",\n  \"draft_lookup\": %d,\n  \"mtp_margin\": %g,\n  \"mtp_shortlist\": %d,\n", cfg->draft_lookup,
-            (double)cfg->mtp_margin, cfg->mtp_shortlist);
+            (double)info->mtp_margin, cfg->mtp_shortlist);
     fprintf(f, "  \"temperature\": %g,\n  \"top_k\": %d,\n  \"top_p\": %g,\n  \"min_p\": %g,\n  \"seed\": %llu,\n",
             (double)cfg->gen.temperature, cfg->gen.top_k, (double)cfg->gen.top_p, (double)cfg->gen.min_p,
             (unsigned long long)cfg->gen.seed);
@@ -1663,7 +1663,7 @@ static void bench_plan(Bench *b, const Ids *prompt) {
              ctx);
     bench_add(b, 0, 0);
     for (int m = 0; m < 2; m++) {
-        float margin = m ? 0 : app->opt.cfg.mtp_margin;
+        float margin = m ? 0 : app->info.mtp_margin;
         for (int i = 0; i < BENCH_DEPTHS; i++) bench_add(b, bench_depths[i], margin);
         bench_add(b, DS4_DRAFT_AUTO, margin);
         if (opt->draft) bench_add(b, opt->draft, margin);

@@ -369,6 +369,25 @@ def test_a_wrong_head_does_little_work(plain: Plain, tmp_path: Path) -> None:
         assert runs[0] == runs[1]
 
 
+def test_margin_of_auto(plain: Plain, root: Path) -> None:
+    """Unless told otherwise: 0 with auto, 3 with a fixed depth."""
+    pair = root / "models/small.gguf", root / "models/small-mtp.gguf"
+    for options, margin in (({}, 3), ({"mtp_draft": 2}, 3), ({"mtp_draft": AUTO}, 0), ({"mtp_draft": AUTO, "mtp_margin": 2}, 2)):
+        with Engine(*pair, **options) as engine:
+            assert engine.info.mtp_margin == margin
+    with pytest.raises(Failed, match=r"mtp_margin is -2; expected 0 to 1000, or -1 \(auto\)"):
+        Engine(*pair, mtp_margin=-2)
+    with Engine(*pair) as engine:
+        held = {}
+        for draft, given in ((2, -1), (2, 3), (2, 0), (AUTO, -1), (AUTO, 0), (AUTO, 3)):
+            session = start(engine, [0, 370, 271, 1069, 5, 6, 7], draft, given)
+            generate(session, 96, lambda _: CHEAP)
+            held[draft, given] = session.stats.below_margin
+        assert held[2, -1] == held[2, 3] > held[2, 0] == 0 == held[AUTO, -1] == held[AUTO, 0] < held[AUTO, 3]
+        with pytest.raises(Failed, match="margin is -0.5"):
+            session.set_mtp(2, -0.5)
+
+
 def test_auto_in_the_api(plain: Plain) -> None:
     """-1 is auto, -2 nothing; auto needs something to draft with; forks go on with it."""
     with Engine(plain.target, mtp_draft=AUTO) as engine:  # without a head: plain

@@ -411,6 +411,8 @@ def test_auto_and_lookup_change_nothing(cli: Cli, plain: bytes, tmp_path: Path) 
     assert cli("-p", PROMPT, "-n", 48, "--draft-lookup", 2).stdout == plain
     auto = cli.stats(tmp_path, "-p", PROMPT, "-n", 96, *head, "--mtp-margin", 0)
     assert auto["mtp_draft"] == "auto" and auto["draft_lookup"] == 0 and auto["lookup_drafted"] == 0
+    for more, margin in (([], 0), (["--mtp-draft", 2], 3), (["--mtp-margin", 3], 3), (["--mtp-draft", 2, "--mtp-margin", 1], 1)):
+        assert cli.stats(tmp_path, "-p", PROMPT, "-n", 2, *head, *more)["mtp_margin"] == margin
     assert len(auto["drafted"]) == len(auto["accepted"]) == 16 and auto["pruned"] >= 0
     assert sum(auto["accepted"]) + auto["corrections"] + auto["bonus"] == auto["emitted"] == 96
     circle = ["-p", "begat " * 40, "-n", 120, "--draft-lookup", 3, "--mtp-draft", 4]

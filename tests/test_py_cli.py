@@ -191,6 +191,13 @@ def test_stats(tmp_path: Path) -> None:
     assert sum(found["accepted"]) + found["corrections"] + found["bonus"] == 20
 
 
+def test_margin_unless_given() -> None:
+    """0 with auto, 3 with a number."""
+    for more, margin in (([], "0"), (["--mtp-draft", 2], "3"), (["--mtp-margin", 0.5], "0.5"), (["--mtp-draft", 2, "--mtp-margin", 0], "0")):
+        result = run("generate", "-m", "small", "-p", TEXT, "-n", 3, "--stats", *more)
+        assert f"; margin {margin} held back" in result.stderr
+
+
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     args = ["generate", "-p", TEXT, "-n", 20, "--mtp-draft", 2, "--mtp-margin", 3]
     unset = run(*args)

@@ -828,3 +828,22 @@ with ds4.Engine({str(PAIR[0])!r}, {str(PAIR[1])!r}, threads=1, speculative_depth
 """
     )
     assert lines == ["now", "True True"]
+
+
+def test_margin_follows_the_depth() -> None:
+    """Unless it is given: 0 with "auto", 3 with a fixed depth, in an engine, a session and a call; below 0 it is refused."""
+    held = {}
+    with Engine(*PAIR, threads=1, ctx=256, speculative_depth=2) as engine, Engine(*PAIR, threads=1, ctx=256, margin=0) as eager:
+        for name, options in {
+            "engine": {}, "none": {"margin": None}, "3": {"margin": 3}, "0": {"margin": 0}, "auto": {"speculative_depth": "auto"},
+        }.items():  # fmt: skip
+            with Session(engine) as session:
+                session.generate("My son, hear the king", max_tokens=60, ignore_eos=True, **options)
+                held[name] = session.stats.below_margin
+        with Session(eager) as session:
+            session.set_speculation(2)
+            session.generate("My son, hear the king", max_tokens=60, ignore_eos=True)
+            held["eager"] = session.stats.below_margin
+        with pytest.raises(ds4.InvalidArgument, match="margin is -1"):
+            Engine(*PAIR, margin=-1)
+    assert held["engine"] == held["none"] == held["3"] > 0 == held["0"] == held["auto"] == held["eager"]

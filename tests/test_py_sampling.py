@@ -276,6 +276,11 @@ def test_wrong_options_are_named(option: str, values: list[Any]) -> None:
         assert str(error.value).startswith(f"{option} is ") and "expected" in str(error.value)
 
 
+def test_margin_unless_given() -> None:
+    used = [SamplerConfig(**given).margin_used for given in ({}, {"speculative_depth": 2}, {"margin": 1.5}, {"margin": 0, "speculative_depth": 2})]
+    assert used == [0, 3, 1.5, 0]
+
+
 def test_config_is_frozen_and_a_value() -> None:
     config = SamplerConfig(logit_bias={5: 1, 2: -0.5}, speculative_depth=np.int64(3), temperature=np.float32(0.5))
     assert config.bias_pairs == ((2, -0.5), (5, 1.0))

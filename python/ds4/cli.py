@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
@@ -171,7 +171,7 @@ MODEL = [
 
 DRAFTS = [
     click.option("--mtp-draft", type=Depth(), default="auto", show_default=True, metavar="N|auto", help=f"Tokens drafted a cycle, 0 to {MAX_DEPTH}."),
-    click.option("--mtp-margin", type=FloatRange(0, 1000), default=3.0, show_default=True, help="Lead in logits that a draft needs. Trades speed, never the text."),
+    click.option("--mtp-margin", type=FloatRange(0, 1000), help="Lead in logits that a draft needs. Trades speed, never the text. [default: 0 with --mtp-draft auto, 3.0 with a number]"),
     click.option("--draft-core", type=click.Choice(registry.draft_cores()), default="stock", show_default=True, help="Who drafts."),
     click.option("--draft-lookup", type=click.IntRange(0, 64), default=0, show_default=True, help="Draft also what followed the last time that up to N tokens occurred; 0: off, but for --draft-core lookup."),
     click.option("--mtp-sampling", type=click.Choice(["coupled", "rejection"]), default="coupled", show_default=True, help="How drafts are verified with a temperature."),
@@ -213,11 +213,11 @@ LENGTH = [
 ]  # fmt: skip
 
 
-def margin_of(o: dict[str, Any]) -> float:
-    """--mtp-margin, which $DS4_MTP_MIN_MARGIN overrides."""
+def margin_of(o: dict[str, Any]) -> float | None:
+    """--mtp-margin, which $DS4_MTP_MIN_MARGIN overrides; None: neither is given."""
     given = os.environ.get("DS4_MTP_MIN_MARGIN")
     if not given:
-        return float(o["mtp_margin"])
+        return cast("float | None", o["mtp_margin"])
     try:
         return float(FloatRange(0, 1000).convert(given, None, None))
     except click.BadParameter as e:
@@ -415,7 +415,7 @@ def rate(count: float, ms: float) -> float:
 
 def stats_lines(stats: Stats, done: Completion, ms: float, config: SamplerConfig) -> Iterator[str]:
     """Speed, and what became of drafts. The margin says nothing of sampled text."""
-    margin = config.margin if config.temperature == 0 else None
+    margin = config.margin_used if config.temperature == 0 else None
     n = len(done.tokens)
     yield f"prompt     {stats.prompt_tokens:8} tokens {stats.prompt_ms:10.1f} ms {rate(stats.prompt_tokens, stats.prompt_ms):10.1f} tokens/s"
     yield f"generated  {n:8} tokens {ms:10.1f} ms {rate(n, ms):10.1f} tokens/s, ended by {done.finish_reason}"
@@ -826,7 +826,7 @@ def bench(
             csv_file, json_file, plot = (out_path(p, model.engine) for p in (csv_file, json_file, plot))
             ids = prompt_ids(model.engine, prompt, o) if prompt else model.engine.prompt(BENCH_TEXT)
             result = b.measure(
-                model.engine, ids, tokens=tokens, runs=bench_runs, contexts=bench_ctx, depths=depths, margins=(margin_of({"mtp_margin": mtp_margin}), 0.0),
+                model.engine, ids, tokens=tokens, runs=bench_runs, contexts=bench_ctx, depths=depths, margins=(margin_of({"mtp_margin": mtp_margin}) or 0.0, 0.0),
                 progress=lambda done, total: bar("bench", done, total),
             )  # fmt: skip
             bar.end()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ds4 import errors, generation, registry
 from ds4._ds4 import ffi, lib
 from ds4._native import MAX_DRAFT, EngineHandle, Log, Mask, MaskCall, Progress, SessionHandle, check, last_error, owned, text_of
-from ds4.generation import AUTO, LOOKUP, Completion, Depth, Gen, Logprob, Options, Piece, Settings, depth_of
+from ds4.generation import AUTO, LOOKUP, Completion, Depth, Gen, Logprob, Options, Piece, Settings, depth_of, margin_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -219,7 +219,8 @@ class Engine:
         mtp_internal: use the head inside the target's file.
         speculative_depth: tokens drafted a cycle, 0 to 16, or "auto": what pays, by measured times and acceptance.
         draft_lookup: draft also what followed the last time that up to so many tokens occurred, 0 to 64 (0: off).
-        margin: lead in logits that a draft needs to be taken from the batch, 0 to 1000. Changes the speed, never the text.
+        margin: lead in logits that a draft needs to be taken from the batch, 0 to 1000; None: 0 with "auto", 3 with a fixed
+            depth. Changes the speed, never the text.
         ctx: most tokens of a session; None: the model's context, at most 32768.
         threads: None: the processors this process may use.
         kv_type: rows of the attention caches, "f32", "f16" or "fp8".
@@ -252,7 +253,7 @@ class Engine:
         mtp_internal: bool = False,
         speculative_depth: Depth = "auto",
         draft_lookup: int = 0,
-        margin: float = 3.0,
+        margin: float | None = None,
         ctx: int | None = None,
         threads: int | None = None,
         kv_type: str = "f16",
@@ -282,7 +283,7 @@ class Engine:
         cfg.mtp_draft, cfg.draft_lookup = depth_of(speculative_depth), draft_lookup
         if shortlist is not None:
             cfg.mtp_shortlist = shortlist
-        cfg.mtp_internal, cfg.mtp_margin, cfg.kv_type = mtp_internal, margin, _KV_TYPES[kv_type]
+        cfg.mtp_internal, cfg.mtp_margin, cfg.kv_type = mtp_internal, margin_of(margin), _KV_TYPES[kv_type]
         cfg.ctx, cfg.threads, cfg.prefill_chunk, cfg.max_rewind = ctx or 0, threads or 0, prefill_chunk, max_rewind
         cfg.mlock, cfg.raw_vocab_ok, cfg.conf_log = mlock, raw_vocab_ok, conf_log
         gen = Gen(temperature, top_k, top_p, min_p, seed)
@@ -294,7 +295,7 @@ class Engine:
         self.info: Info = _from_c(Info, info, kv_type=names[info.kv_type])
         """Sizes; stays readable after `close`."""
         depth = int(cfg.mtp_draft) if self.info.has_head or draft_lookup else 0
-        self._settings = Settings(depth, margin, gen, lookup=draft_lookup)
+        self._settings = Settings(depth, margin_of(margin), gen, lookup=draft_lookup)
 
     # ---- life ----
 
@@ -660,7 +661,7 @@ class Session:
     ) -> None:
         """Tokens drafted a cycle, 0 (off) to 16 or "auto"; the margin, who drafts, and lookups as in `Options` (None: as it is).
         More than 0 needs a head, or something else that drafts."""
-        change: dict[str, Any] = {"margin": margin, "draft_core": draft_core, "lookup": draft_lookup}
+        change: dict[str, Any] = {"margin": None if margin is None else margin_of(margin), "draft_core": draft_core, "lookup": draft_lookup}
         settings = replace(self._settings, depth=depth_of(depth), **{k: v for k, v in change.items() if v is not None})
         self._use(settings)
         self._settings = settings

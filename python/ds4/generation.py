@@ -24,6 +24,7 @@ FinishReason = Literal["eos", "stop", "length", "error"]
 Depth = int | Literal["auto"]
 
 AUTO = -1  # DS4_DRAFT_AUTO
+MARGIN_AUTO = -1.0  # DS4_MARGIN_AUTO
 LOOKUP = 8  # tokens of the longest match, for the draft core "lookup" when nothing is said
 
 
@@ -69,8 +70,9 @@ class Options(TypedDict, total=False):
     draft_lookup: int
     """Draft also what followed the last time that up to so many tokens occurred, 0 to 64 (0: off); with a head, whichever is
     likelier to be accepted. Changes the speed, never the text."""
-    margin: float
-    """Lead in logits that a draft needs to be taken from the batch, 0 to 1000. Changes the speed, never the text."""
+    margin: float | None
+    """Lead in logits that a draft needs to be taken from the batch, 0 to 1000; None: 0 with "auto", 3 with a fixed depth. Changes
+    the speed, never the text."""
     ignore_eos: bool
     """Go on after the end-of-sequence token."""
 
@@ -191,6 +193,7 @@ class Settings:
     depth: int
     """Or AUTO."""
     margin: float
+    """Or MARGIN_AUTO."""
     gen: Gen = Gen()
     draft_core: str = "stock"
     lookup: int = 0
@@ -223,6 +226,15 @@ def depth_of(depth: Depth) -> int:
     return int(depth)
 
 
+def margin_of(margin: float | None) -> float:
+    """A margin as C has it."""
+    if margin is None:
+        return MARGIN_AUTO
+    if margin < 0:
+        raise errors.InvalidArgument(f"margin is {margin!r}; expected 0 to 1000")
+    return margin
+
+
 def request_of(options: Options, base: Settings) -> Request:
     """Checks what C does not see."""
     known = set(Options.__annotations__)
@@ -244,7 +256,7 @@ def request_of(options: Options, base: Settings) -> Request:
         base,
         depth=depth_of(options["speculative_depth"]) if "speculative_depth" in options else base.depth,
         lookup=_count("draft_lookup", options.get("draft_lookup", base.lookup)),
-        margin=options.get("margin", base.margin),
+        margin=margin_of(options["margin"]) if "margin" in options else base.margin,
         gen=gen,
         draft_core=core.name,
         stop_tokens=base.stop_tokens + tuple(int(s) for s in stops if isinstance(s, (int, np.integer))),

@@ -87,8 +87,9 @@ class SamplerConfig:
     """Which tokens may follow: a function of the text's ids, int32 [n], to bool [V] (None: all); called for each token."""
     seed: int = 0
     """The same seed gives the same text; 0 to 2**64 - 1."""
-    margin: float = 3.0
-    """Lead in logits that a draft needs to be taken from the batch, 0 to 1000. Trades speed, never the text."""
+    margin: float | None = None
+    """Lead in logits that a draft needs to be taken from the batch, 0 to 1000; None: 0 with "auto", 3 with a fixed depth. Trades
+    speed, never the text."""
     scheme: Literal["coupled", "rejection"] = "coupled"
     """How drafts are verified with a temperature."""
 
@@ -106,7 +107,8 @@ class SamplerConfig:
         _check_number("presence_penalty", self.presence_penalty, -100, 100)
         _check_number("frequency_penalty", self.frequency_penalty, -100, 100)
         _check_integer("seed", self.seed, 0, 2**64 - 1)
-        _check_number("margin", self.margin, 0, 1000)
+        if self.margin is not None:
+            _check_number("margin", self.margin, 0, 1000)
         _check("mask", self.mask, self.mask is None or callable(self.mask), "a function or None")
         _check("scheme", self.scheme, self.scheme in ("coupled", "rejection"), "'coupled' or 'rejection'")
         bias = dict(self.logit_bias)
@@ -114,6 +116,11 @@ class SamplerConfig:
             _check("logit_bias", token, _is_integer(token) and token >= 0, "token ids")
             _check(f"logit_bias[{token}]", value, _is_number(value) and value < math.inf, "a number below infinity")
         object.__setattr__(self, "logit_bias", tuple((int(token), float(bias[token])) for token in sorted(bias)))
+
+    @property
+    def margin_used(self) -> float:
+        """`margin`, or what it is if that is None."""
+        return self.margin if self.margin is not None else 0.0 if self.speculative_depth == "auto" else 3.0
 
     @property
     def bias_pairs(self) -> tuple[tuple[int, float], ...]:
