@@ -1543,9 +1543,9 @@ typedef struct {
     int64_t done, total;
 } Bench;
 
-static void bench_check(const Bench *b, int bad) {
+static void bench_check(int bad) {
     if (!bad) return;
-    if (was_cancelled(b->app)) exit(130);
+    if (interrupted) exit(130);
     fail("%s", ds4_last_error());
 }
 
@@ -1557,26 +1557,23 @@ static void bench_progress(Bench *b) {
 /* Brings the session to the first n of the ids, from whatever shorter or longer beginning of them it holds. */
 static void bench_go(const Bench *b, int n) {
     ds4_session *s = b->app->session;
-    if (ds4_session_position(s) > n) bench_check(b, ds4_session_rewind(s, n < ds4_session_rewind_floor(s) ? 0 : n));
+    if (ds4_session_position(s) > n) bench_check(ds4_session_rewind(s, n < ds4_session_rewind_floor(s) ? 0 : n));
     int held = ds4_session_position(s);
-    if (held < n) bench_check(b, ds4_session_eval(s, b->ids.data + held, (size_t)(n - held)));
+    if (held < n) bench_check(ds4_session_eval(s, b->ids.data + held, (size_t)(n - held)));
 }
 
-/* Generates `tokens` and goes back; returns the milliseconds. */
-static double bench_generate(const Bench *b, int tokens, int draft, float margin) {
-    ds4_session *s = b->app->session;
-    int start = ds4_session_position(s), out[DS4_MAX_DRAFT + 1];
-    bench_check(b, ds4_session_set_mtp(s, draft, margin));
+/* Generates `tokens`; returns the milliseconds. */
+static double bench_generate(ds4_session *s, int tokens, int draft, float margin) {
+    int out[DS4_MAX_DRAFT + 1];
+    bench_check(ds4_session_set_mtp(s, draft, margin));
     ds4_session_reset_stats(s);
     double began = now_ms();
     for (int made = 0; made < tokens;) {
         int token = ds4_session_next(s), got = token < 0 ? -1 : ds4_session_step(s, token, tokens - made, out);
-        bench_check(b, got < 0);
+        bench_check(got < 0);
         made += got;
     }
-    double ms = now_ms() - began;
-    bench_check(b, ds4_session_rewind(s, start));
-    return ms;
+    return now_ms() - began;
 }
 
 /* A pass of so many rows with the logits of each, as verification needs them: short ones several times, the median of these. */
@@ -1586,10 +1583,10 @@ static double bench_pass(const Bench *b, int rows, float *logits) {
     Samples all = {0};
     for (double sum = 0; all.n < 3 || (sum < 20 && all.n < 9);) {
         double began = now_ms();
-        bench_check(b, ds4_session_eval_logits(s, b->ids.data + start, (size_t)rows, logits));
+        bench_check(ds4_session_eval_logits(s, b->ids.data + start, (size_t)rows, logits));
         sample(&all, now_ms() - began);
         sum += all.of[all.n - 1];
-        bench_check(b, ds4_session_rewind(s, start));
+        bench_check(ds4_session_rewind(s, start));
         if (sum > 2000) break;
     }
     return median(&all);
@@ -1600,16 +1597,18 @@ static void bench_frontier(Bench *b, Frontier *f, float *logits) {
     double began = now_ms();
     bench_go(b, f->context);
     if (f->prompt > 1) sample(&f->prompt_ms, now_ms() - began);
-    sample(&f->token_ms, bench_generate(b, b->tokens, 0, 0) / b->tokens);
+    sample(&f->token_ms, bench_generate(s, b->tokens, 0, 0) / b->tokens);
+    bench_check(ds4_session_rewind(s, f->context));
     bench_progress(b);
     for (int i = 0; i < BENCH_ROWS; i++) {
         sample(&f->pass_ms[i], bench_pass(b, bench_rows[i], logits));
         bench_progress(b);
     }
     if (!b->app->info.has_head) return;
-    bench_check(b, ds4_session_set_lookup(s, 0));
-    bench_generate(b, min_int(b->tokens, 16), BENCH_HEAD_DEPTH, 1000);
-    bench_check(b, ds4_session_set_lookup(s, b->app->opt.cfg.draft_lookup));
+    bench_check(ds4_session_set_lookup(s, 0));
+    bench_generate(s, min_int(b->tokens, 16), BENCH_HEAD_DEPTH, 1000);
+    bench_check(ds4_session_rewind(s, f->context));
+    bench_check(ds4_session_set_lookup(s, b->app->opt.cfg.draft_lookup));
     ds4_stats stats = ds4_session_stats(s);
     int64_t steps = 0;
     for (int i = 0; i < BENCH_HEAD_DEPTH; i++) steps += stats.drafted[i];
@@ -1617,10 +1616,16 @@ static void bench_frontier(Bench *b, Frontier *f, float *logits) {
     sample(&f->repair_ms, stats.repair_ms / (double)stats.cycles);
 }
 
+/* In a copy of the session, so that what `auto` and lookups learn from one text is not there in the next. */
 static void bench_speculation(Bench *b, Speculation *c) {
     bench_go(b, b->prompt);
-    sample(&c->ms, bench_generate(b, b->tokens, c->draft, c->margin));
-    ds4_stats stats = ds4_session_stats(b->app->session);
+    ds4_session *fresh = ds4_session_fork(b->app->session);
+    bench_check(!fresh);
+    interrupt_target = fresh;
+    sample(&c->ms, bench_generate(fresh, b->tokens, c->draft, c->margin));
+    ds4_stats stats = ds4_session_stats(fresh);
+    interrupt_target = b->app->session;
+    ds4_session_free(fresh);
     c->tokens = stats.emitted;
     c->passes = stats.passes;
     c->first_drafted = stats.drafted[0];
@@ -1662,11 +1667,12 @@ static void bench_plan(Bench *b, const Ids *prompt) {
         fail("the prompt has %d tokens, %d are generated behind it, the context holds %d (see --ctx)", b->prompt, b->tokens,
              ctx);
     bench_add(b, 0, 0);
+    bool given = app->opt.cfg.mtp_margin != DS4_MARGIN_AUTO;
     for (int m = 0; m < 2; m++) {
-        float margin = m ? 0 : app->info.mtp_margin;
+        float margin = m ? 0 : given ? app->opt.cfg.mtp_margin : 3;
         for (int i = 0; i < BENCH_DEPTHS; i++) bench_add(b, bench_depths[i], margin);
-        bench_add(b, DS4_DRAFT_AUTO, margin);
-        if (opt->draft) bench_add(b, opt->draft, margin);
+        if (given || margin == 0) bench_add(b, DS4_DRAFT_AUTO, margin);
+        if (opt->draft > 0) bench_add(b, opt->draft, margin);
     }
     b->total += (int64_t)b->runs * b->n_sweep;
 }
@@ -1849,7 +1855,7 @@ static int run_bench(App *app, const Prompt *prompt) {
     }
     bench_plan(b, &ids);
     open_session(app);
-    bench_check(b, ds4_session_set_stops(app->session, NULL, 0, true));
+    bench_check(ds4_session_set_stops(app->session, NULL, 0, true));
     catch_interrupts(app, false);
     FILE *csv = opt->csv ? open_output(opt->csv, &app->info) : NULL;
     FILE *json = opt->json ? open_output(opt->json, &app->info) : NULL;

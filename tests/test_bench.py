@@ -109,6 +109,22 @@ def test_table(measured: dict[str, Any]) -> None:
     assert max(map(len, text.splitlines())) <= 125
 
 
+def test_margins_unless_given(ds4: Path, small: list[str], tmp_path: Path) -> None:
+    """A fixed depth with 3 and with 0, auto with its own 0. Every run's text is new to auto and to the lookup: its counts are those
+    of the first."""
+    sweeps = []
+    for runs in (1, 3):
+        out = tmp_path / f"{runs}.json"
+        args = ["--bench", "--bench-ctx", 0, "--bench-runs", runs, "-n", 16, "-p", "begat " * 20, "--draft-lookup", 3]
+        run(ds4, *small, *args, "--json", out)
+        sweeps.append(json.loads(out.read_text())["sweep"])
+    assert [(c["draft"], c["margin"]) for c in sweeps[0]] == [
+        ("plain", 0), *((str(d), 3) for d in DEPTHS), *((str(d), 0) for d in [*DEPTHS, "auto"]),
+    ]  # fmt: skip
+    counts = [[(c["passes"], c["drafted"], c["accepted"]) for c in sweep if c["draft"] != "auto"] for sweep in sweeps]
+    assert counts[0] == counts[1]
+
+
 def test_without_a_head(ds4: Path, small: list[str], tmp_path: Path) -> None:
     """Its own text as the prompt; frontiers that fit; nothing of drafts."""
     out = tmp_path / "b.json"

@@ -22,6 +22,8 @@ from click.testing import CliRunner, Result
 from conftest import ROOT, hear_interrupts
 from ds4 import Model, SamplerConfig, bench, names
 from ds4.cli import main
+from ds4.engine import Engine
+from ds4.errors import InvalidArgument
 from fixtures import rewrite
 
 SMALL, HEAD = ROOT / "models/small.gguf", ROOT / "models/small-mtp.gguf"
@@ -331,11 +333,25 @@ def test_bench_counts(measured: dict[str, Any]) -> None:
             elif share > 1e-9:
                 assert sum(share**k for k in range(int(depth) + 1)) * passes[1] == pytest.approx(cost, rel=1e-6)
     assert [(s["draft"], s["margin"]) for s in measured["sweep"]] == [
-        ("plain", 0.0), ("1", 3.0), ("3", 3.0), ("1", 0.0), ("3", 0.0),
+        ("plain", 0.0), ("1", 3.0), ("3", 3.0), ("1", 0.0), ("3", 0.0), ("auto", 0.0),
     ]  # fmt: skip
     for s in measured["sweep"]:
         assert s["tokens"] == 12 == s["passes"] + s["accepted"] and s["accepted"] <= s["drafted"]
     assert measured["sweep"][4]["passes"] < 12 == measured["sweep"][0]["passes"]
+
+
+def test_bench_of_lookups() -> None:
+    """Drafts of lookups without a head; margins that are given hold for auto too; each run in a fresh session: the same counts."""
+    with Engine(SMALL, threads=1, ctx=512, max_rewind=64) as engine:
+        ids = engine.prompt("begat " * 40)
+        once, twice = (
+            bench.measure(engine, ids, tokens=30, runs=runs, contexts=[0], depths=[2], margins=[0.5], lookup=4)["sweep"] for runs in (1, 2)
+        )  # fmt: skip
+        assert [(s["draft"], s["margin"]) for s in once] == [("plain", 0.0), ("2", 0.5), ("auto", 0.5)]
+        assert once[1]["accepted"] > 0
+        assert [once[1][k] == twice[1][k] for k in ("tokens", "passes", "drafted", "accepted")] == [True] * 4
+        with pytest.raises(InvalidArgument):
+            bench.measure(engine, ids, contexts=[0], depths=[1], lookup=65, tokens=2, runs=1)
 
 
 def test_bench_command(measured: dict[str, Any], ds4: Path) -> None:
@@ -343,7 +359,8 @@ def test_bench_command(measured: dict[str, Any], ds4: Path) -> None:
     short = ["-n", 3, "--bench-runs", 1, "--bench-ctx", "0", "-p", TEXT]
     text = run("bench", "-m", "small", *short, "--mtp-draft", 5, "--json", "a.json").stdout
     mine = json.loads(Path("a.json").read_text())
-    assert [s["draft"] for s in mine["sweep"][:7]] == ["plain", "1", "2", "3", "4", "5", "8"] and "medians of 1" in text
+    assert [s["draft"] for s in mine["sweep"][:7]] == ["plain", "1", "2", "3", "4", "5", "8"]
+    assert [s["margin"] for s in mine["sweep"] if s["draft"] == "auto"] == [0] and "medians of 1" in text
     command = [ds4, "-m", SMALL, "--mtp", HEAD, "--bench", *short, "--json", "c.json", "--csv", "c.csv"]
     subprocess.run(list(map(str, command)), capture_output=True, check=True)
     theirs = json.loads(Path("c.json").read_text())

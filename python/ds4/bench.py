@@ -15,6 +15,7 @@ from typing import Any
 
 from ds4.engine import Engine, Session
 from ds4.errors import ContextFull, InvalidArgument
+from ds4.generation import Depth
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17)
 """Rows of the passes that are timed."""
@@ -44,7 +45,7 @@ class _Frontier:
 class _Setting:
     """Speculation of some depth (0: plain) and margin: counters of the last run, milliseconds of all."""
 
-    depth: int
+    depth: Depth
     margin: float
     ms: list[float] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
@@ -62,17 +63,14 @@ def _go(session: Session, ids: Sequence[int], n: int) -> None:
         session.eval(ids[session.position : n])
 
 
-def _generate(session: Session, tokens: int, depth: int, margin: float) -> float:
-    """Generates so many tokens and goes back."""
-    start = session.position
-    session.set_speculation(depth, margin)
+def _generate(session: Session, tokens: int, depth: Depth, margin: float, lookup: int = 0) -> float:
+    """Generates so many tokens."""
+    session.set_speculation(depth, margin, draft_lookup=lookup)
     session.reset_stats()
     began, made = time.perf_counter(), 0
     while made < tokens:
         made += len(session.step(session.argmax(), tokens - made))
-    ms = _ms(began)
-    session.rewind(start)
-    return ms
+    return _ms(began)
 
 
 def _pass(session: Session, ids: Sequence[int]) -> float:
@@ -96,13 +94,15 @@ def measure(
     runs: int = 3,
     contexts: Sequence[int] | None = None,
     depths: Sequence[int] = DEPTHS,
-    margins: Sequence[float] = (3.0, 0.0),
+    margins: Sequence[float] | None = None,
+    lookup: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Measures an engine behind a prompt; a frontier's text is the prompt, over and over.
 
-    contexts: ascending (None: those of 0, 512 and 2048 that fit). Speculation (depths by margins, and plain decoding) is tried
-    with a head only. progress is called with how much is done, and of how much.
+    contexts: ascending (None: those of 0, 512 and 2048 that fit). Speculation is tried with a head, or with a lookup of up to so
+    many tokens (0: off): plain decoding, and the depths and "auto" by margins (None: 3 and 0, "auto" with 0), each in a fresh copy
+    of the session. progress is called with how much is done, and of how much.
 
     Raises InvalidArgument if the engine's max_rewind is below tokens + 17 (every measurement goes back to where it began),
     ContextFull if a context or the prompt leaves no room.
@@ -119,13 +119,13 @@ def measure(
     for a, b in zip(fitting, fitting[1:], strict=False):
         if a >= b:
             raise InvalidArgument(f"contexts are {fitting}; expected ascending numbers")
-    longest = max(*fitting, 0, len(prompt) if info.has_head else 0)
+    drafts = info.has_head or lookup > 0
+    longest = max(*fitting, 0, len(prompt) if drafts else 0)
     if not fitting or longest > info.ctx - behind:
         raise ContextFull(f"{behind} tokens behind {longest} do not fit a context of {info.ctx}")
     held = [max(c, 1) for c in fitting]
     frontiers = [_Frontier(c, c - before) for c, before in zip(held, [0, *held], strict=False)]
-    settings = [_Setting(0, 0.0)] if info.has_head else []
-    settings += [_Setting(d, m) for m in dict.fromkeys(margins) for d in dict.fromkeys(depths) if info.has_head]
+    settings = _settings(depths, margins) if drafts else []
     ids = [*prompt] * (1 + (held[-1] + ROWS[-1]) // len(prompt))
     total, done = runs * (len(frontiers) * (1 + len(ROWS)) + len(settings)), 0
 
@@ -143,13 +143,14 @@ def measure(
                 _measure_frontier(session, f, ids, tokens, step)
             for s in settings:
                 _go(session, ids, len(prompt))
-                s.ms.append(_generate(session, tokens, s.depth, s.margin))
-                s.counts = _counts(session)
+                with session.fork() as fresh:  # what "auto" and lookups learn from one text is not there in the next
+                    s.ms.append(_generate(fresh, tokens, s.depth, s.margin, lookup))
+                    s.counts = _counts(fresh)
                 step()
     setup = {
         "version": _version(), "model": info.model_path, "name": info.name, "head": info.mtp_path or None, "isa": info.isa,
         "threads": info.threads, "ctx": info.ctx, "kv_type": info.kv_type, "prefill_chunk": info.prefill_chunk,
-        "tokens": tokens, "runs": runs, "prompt_tokens": len(prompt),
+        "tokens": tokens, "runs": runs, "prompt_tokens": len(prompt), "draft_lookup": lookup,
     }  # fmt: skip
     plain = statistics.median(settings[0].ms) if settings else 0.0
     return {
@@ -157,6 +158,16 @@ def measure(
         "frontiers": [_frontier_result(f) for f in frontiers],
         "sweep": [_setting_result(s, tokens, plain) for s in settings],
     }
+
+
+def _settings(depths: Sequence[int], margins: Sequence[float] | None) -> list[_Setting]:
+    found = [_Setting(0, 0.0)]
+    for margin in dict.fromkeys((3.0, 0.0) if margins is None else margins):
+        tried: list[Depth] = [*dict.fromkeys(depths)]
+        if margins is not None or margin == 0:
+            tried.append("auto")
+        found += [_Setting(d, margin) for d in tried]
+    return found
 
 
 def _version() -> str:
@@ -171,6 +182,7 @@ def _measure_frontier(session: Session, f: _Frontier, ids: Sequence[int], tokens
     if f.prompt_tokens > 1:
         f.prompt.append(_ms(began))
     f.token.append(_generate(session, tokens, 0, 0.0) / tokens)
+    session.rewind(f.context)
     step()
     for n in ROWS:
         f.passes[n].append(_pass(session, ids[f.context : f.context + n]))
@@ -178,6 +190,7 @@ def _measure_frontier(session: Session, f: _Frontier, ids: Sequence[int], tokens
     if session.engine.info.has_head:
         _generate(session, min(tokens, 16), HEAD_DEPTH, 1000.0)
         stats = session.stats
+        session.rewind(f.context)
         if steps := sum(stats.drafted):
             f.step.append(stats.draft_ms / steps)
         f.repair.append(stats.repair_ms / stats.cycles)

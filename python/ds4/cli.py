@@ -791,7 +791,12 @@ BENCH_TEXT = (
     "-n", "--tokens", type=click.IntRange(1, MAX_TOKENS), default=64, show_default=True, help="Generated for each measurement."
 )
 @click.option("--mtp-draft", type=click.IntRange(1, MAX_DEPTH), help="A depth to try besides 1, 2, 3, 4 and 8.")
-@click.option("--mtp-margin", type=FloatRange(0, 1000), default=3.0, show_default=True, help="The margin to try besides 0.")
+@click.option(
+    "--mtp-margin", type=FloatRange(0, 1000), help="The margin to try besides 0. [default: 3.0, and auto with 0 alone]"
+)
+@click.option(
+    "--draft-lookup", type=click.IntRange(0, 64), default=0, show_default=True, help="Draft also what followed the last time that up to N tokens occurred; 0: off."
+)
 @click.option(
     "--bench-ctx", type=Numbers(), help="The contexts to measure at, ascending. [default: 0,512,2048, those that fit]"
 )
@@ -805,8 +810,8 @@ BENCH_TEXT = (
     "--from", "earlier", type=FILE, help="Measure nothing: take the figures that --json of ds4py bench or ./ds4 --bench wrote."
 )
 def bench(
-    tokens: int, mtp_draft: int | None, mtp_margin: float, bench_ctx: list[int] | None, bench_runs: int, csv_file: Path | None,
-    json_file: Path | None, plot: Path | None, earlier: Path | None, **o: Any,
+    tokens: int, mtp_draft: int | None, mtp_margin: float | None, draft_lookup: int, bench_ctx: list[int] | None, bench_runs: int,
+    csv_file: Path | None, json_file: Path | None, plot: Path | None, earlier: Path | None, **o: Any,
 ) -> None:  # fmt: skip
     """Measure plain and speculative generation, passes by their rows, head steps, and how many drafts must be right to pay.
 
@@ -825,8 +830,10 @@ def bench(
         with opened(o, least_rewind=max(tokens, b.ROWS[-1])) as model:
             csv_file, json_file, plot = (out_path(p, model.engine) for p in (csv_file, json_file, plot))
             ids = prompt_ids(model.engine, prompt, o) if prompt else model.engine.prompt(BENCH_TEXT)
+            margin = margin_of({"mtp_margin": mtp_margin})
             result = b.measure(
-                model.engine, ids, tokens=tokens, runs=bench_runs, contexts=bench_ctx, depths=depths, margins=(margin_of({"mtp_margin": mtp_margin}) or 0.0, 0.0),
+                model.engine, ids, tokens=tokens, runs=bench_runs, contexts=bench_ctx, depths=depths,
+                margins=None if margin is None else (margin, 0.0), lookup=draft_lookup,
                 progress=lambda done, total: bar("bench", done, total),
             )  # fmt: skip
             bar.end()
