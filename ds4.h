@@ -9,7 +9,9 @@
  *     ds4_engine_free(engine);
  *
  * An engine is an opened model: weights mapped read-only, its head, its threads. A session is one text: its tokens,
- * caches and logits. Greedy output with speculation is bit for bit the output without it.
+ * caches and logits. Output with speculation, greedy or drawn with a seed, is bit for bit the output without it: for every
+ * head, depth, margin, thread count and company in a batch. (The rejection scheme alone, chosen for a little more acceptance,
+ * keeps the law of sampled text and not the text.)
  *
  * Errors. A call that fails returns NULL or -1, changes nothing unless it says so, and leaves one message that names the
  * file, key, tensor or option and what was expected in ds4_last_error(), which belongs to the calling thread. The
