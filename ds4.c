@@ -598,7 +598,8 @@ static double meta_number(const meta *m, uint64_t i) {
         READ(G_U32, uint32_t)
         READ(G_I32, int32_t)
         READ(G_F32, float)
-        READ(G_U64, uint64_t) READ(G_I64, int64_t) READ(G_F64, double)
+        READ(G_U64, uint64_t)
+        READ(G_I64, int64_t) READ(G_F64, double)
 #undef READ
             default : return NAN;
     }
@@ -1597,12 +1598,13 @@ ALWAYS_INLINE void block_tile(uint32_t type, TILE_ARGS) {
     }
 }
 
-/* Weights come from memory, and more of them have to be on their way than the processor asks for by itself: `size` bytes
- * starting this far ahead are fetched. That they may lie beyond the tensor does no harm. */
-enum { AHEAD = 4096 };
-ALWAYS_INLINE void fetch_ahead(const uint8_t *w, int64_t size) {
-    for (int64_t i = 0; i < size / 64; i++) __builtin_prefetch((const void *)((uintptr_t)w + AHEAD + 64 * (uintptr_t)i));
+/* Weights come from memory, and more of them have to be on their way than the processor asks for by itself: the `size` bytes
+ * from w + `ahead` on are fetched. That they may lie beyond the tensor does no harm. */
+ALWAYS_INLINE void fetch(const uint8_t *w, int64_t ahead, int64_t size) {
+    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch((const void *)((uintptr_t)w + (uintptr_t)(ahead + i)));
 }
+enum { AHEAD = 4096 };
+ALWAYS_INLINE void fetch_ahead(const uint8_t *w, int64_t size) { fetch(w, AHEAD, size); }
 
 /* The products of all rows, tile by tile: few weight rows at a time, so that they stay in the first cache while the
  * activations pass, and a tile of activations in the second. */
@@ -1877,22 +1879,33 @@ typedef struct {
 ALWAYS_INLINE int q32_bytes(uint32_t type) { return type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17; }
 ALWAYS_INLINE int q32_offset(uint32_t type) { return type == T_Q4_0 ? 8 : type == T_MXFP4 ? 12 : 0; }
 
+/* MXFP4's values, doubled and 12 too large. */
+INLINE_256 __m256i e2m1_256(void) {
+    return _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+}
+
+/* As mxfp4_scale, 8 of them. */
+INLINE_256 __m256 mxfp4_scales_256(__m256i e) {
+    const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+    const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
+    return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
+}
+
+/* The scales of 8 blocks, put together where vectors have no part in it. */
 INLINE_256 __m256 group_scales_256(uint32_t type, const uint8_t *b, int64_t size, int64_t blocks) {
-    float scale[8];
-    uint16_t half[8];
-    for (int i = 0; i < 8; i++) {
-        const uint8_t *at = b + size * (i < blocks ? i : blocks - 1);
-        if (type == T_MXFP4) scale[i] = mxfp4_scale(at[0]);
-        else half[i] = load_u16(at);
+    uint64_t v[2] = {0};
+    UNROLL for (int i = 0; i < 8; i++) {
+        const uint8_t *p = b + size * (i < blocks ? i : blocks - 1);
+        if (type == T_MXFP4) v[0] |= (uint64_t)p[0] << (8 * i);
+        else v[i / 4] |= (uint64_t)load_u16(p) << (16 * (i % 4));
     }
-    if (type == T_MXFP4) return _mm256_setr_ps(scale[0], scale[1], scale[2], scale[3], scale[4], scale[5], scale[6], scale[7]);
-    return _mm256_cvtph_ps(_mm_setr_epi16((short)half[0], (short)half[1], (short)half[2], (short)half[3], (short)half[4],
-                                          (short)half[5], (short)half[6], (short)half[7]));
+    const __m128i all = _mm_set_epi64x((long long)v[1], (long long)v[0]);
+    return type == T_MXFP4 ? mxfp4_scales_256(_mm256_cvtepu8_epi32(all)) : _mm256_cvtph_ps(all);
 }
 
 INLINE_256 void unpack_group_256(uint32_t type, const uint8_t *b, int64_t blocks, group256 *u) {
     const int64_t size = q32_bytes(type);
-    fetch_ahead(b, 8 * size);
+    fetch(b, 2 * AHEAD, 8 * size); /* two rows pass at a time */
     u->scale = group_scales_256(type, b, size, blocks);
     if (type == T_Q8_0) {
         gather_words_256(b + 2, size, blocks, u->w);
@@ -1900,8 +1913,7 @@ INLINE_256 void unpack_group_256(uint32_t type, const uint8_t *b, int64_t blocks
         return;
     }
     const __m256i low = _mm256_set1_epi8(15);
-    const __m256i e2m1 =
-        _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)); /* doubled */
+    const __m256i e2m1 = e2m1_256();
     gather_words_256(b + size - 16, size, blocks, u->w);
     UNROLL for (int k = 0; k < 4; k++) {
         const __m256i hi = _mm256_and_si256(_mm256_srli_epi16(u->w[k], 4), low), lo = _mm256_and_si256(u->w[k], low);
@@ -1916,6 +1928,18 @@ INLINE_256 __m256i first_lanes_256(int64_t lanes) {
 
 INLINE_256 __m256i load_lanes_256(int64_t lanes, const void *p) {
     return lanes == 8 ? _mm256_loadu_si256(p) : _mm256_maskload_epi32(p, first_lanes_256(lanes));
+}
+
+/* Minus what weights that are too large add to the integers of blocks whose activations sum up, in halves, to `sum`. */
+INLINE_256 __m256i excess_256(uint32_t type, int64_t blocks, const int16_t *sum) {
+    return _mm256_madd_epi16(load_lanes_256(blocks, sum), _mm256_set1_epi16((short)-q32_offset(type)));
+}
+
+/* Adds blocks' integers, times the scales of the weights and of the activations d, to their lanes. */
+INLINE_256 void add_lanes_256(int64_t blocks, __m256i dot, __m256 scale, const float *d, float *lane) {
+    const __m256 old = _mm256_load_ps(lane), a = _mm256_castsi256_ps(load_lanes_256(blocks, d));
+    const __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(scale, a), old);
+    _mm256_store_ps(lane, blocks == 8 ? sum : _mm256_blendv_ps(old, sum, _mm256_castsi256_ps(first_lanes_256(blocks))));
 }
 
 /* The integers of O rows of weights and J rows of activations q, `lanes` blocks of each, whose words lie `step` bytes apart.
@@ -1937,8 +1961,7 @@ INLINE_256 void group_dots_256(uint32_t type, const int O, const int J, int64_t 
         return;
     }
     UNROLL for (int j = 0; j < J; j++) {
-        const __m256i s = load_lanes_256(lanes, sum[j]);
-        const __m256i excess = _mm256_madd_epi16(s, _mm256_set1_epi16((short)-q32_offset(type)));
+        const __m256i excess = excess_256(type, lanes, sum[j]);
         UNROLL for (int o = 0; o < O; o++) dot[o][j] = excess;
     }
     UNROLL for (int h = 0; h < 2; h++) {
@@ -1976,15 +1999,8 @@ INLINE_256 void q32_part_256(uint32_t type, const int O, const int J, const int6
         sum[i] = x->sum[j + i] + 2 * b;
     }
     group_dots_256(type, O, J, lanes, step, u, q, sum, dot);
-    UNROLL for (int i = 0; i < J; i++) {
-        const __m256 a = _mm256_castsi256_ps(load_lanes_256(lanes, x->d[j + i] + b));
-        UNROLL for (int o = 0; o < O; o++) {
-            float *to = acc[o][j + i] + (b & 8);
-            const __m256 old = _mm256_load_ps(to);
-            const __m256 s = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[o][i]), _mm256_mul_ps(u[o].scale, a), old);
-            _mm256_store_ps(to, lanes == 8 ? s : _mm256_blendv_ps(old, s, _mm256_castsi256_ps(first_lanes_256(lanes))));
-        }
-    }
+    UNROLL for (int i = 0; i < J; i++) UNROLL for (int o = 0; o < O; o++)
+        add_lanes_256(lanes, dot[o][i], u[o].scale, x->d[j + i] + b, acc[o][j + i] + (b & 8));
 }
 
 /* O rows of weights against all m rows of the tile, for `lanes` blocks from b. */
@@ -2014,6 +2030,62 @@ INLINE_256 void q32_chunk_256(uint32_t type, int rows, int64_t n, int64_t i, int
     }
 }
 
+/* Of two vectors' lanes, pairs added: (a0+a2, b0+b2, a1+a3, b1+b3) in each half. */
+INLINE_256 __m256i add_pairs_256(__m256i a, __m256i b) {
+    return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+}
+
+/* The sums of 8 vectors, that of v[b] in lane b. */
+INLINE_256 __m256i sum_eight_256(const __m256i *v) {
+    const __m256i a = add_pairs_256(v[0], v[1]), b = add_pairs_256(v[2], v[3]);
+    const __m256i c = add_pairs_256(v[4], v[5]), d = add_pairs_256(v[6], v[7]);
+    const __m256i e = _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+    const __m256i f = _mm256_add_epi32(_mm256_unpacklo_epi64(c, d), _mm256_unpackhi_epi64(c, d));
+    return _mm256_add_epi32(_mm256_permute2x128_si256(e, f, 0x20), _mm256_permute2x128_si256(e, f, 0x31));
+}
+
+/* A block's weights in natural order: as in group256, signed bytes or unsigned ones that are too large. */
+INLINE_256 __m256i block_256(uint32_t type, const uint8_t *b) {
+    if (type == T_Q8_0) return _mm256_loadu_si256((const void *)(b + 2));
+    const __m128i both = _mm_loadu_si128((const void *)(b + q32_bytes(type) - 16));
+    const __m256i v = _mm256_inserti128_si256(_mm256_castsi128_si256(both), _mm_srli_epi16(both, 4), 1);
+    const __m256i w = _mm256_and_si256(v, _mm256_set1_epi8(15));
+    return type == T_Q4_0 ? w : _mm256_shuffle_epi8(e2m1_256(), w);
+}
+
+/* Eight blocks of weights against those of one row of activations q in natural order. */
+INLINE_256 void q32_eight_256(uint32_t type, int64_t blocks, const uint8_t *w, __m256 scale, const int8_t *q,
+                              const int16_t *sum, const float *d, float *lane) {
+    const __m256i one = _mm256_set1_epi16(1);
+    __m256i v[8];
+    UNROLL for (int i = 0; i < 8; i++) {
+        const int64_t b = i < blocks ? i : blocks - 1;
+        __m256i u = block_256(type, w + b * q32_bytes(type));
+        const __m256i a = _mm256_loadu_si256((const void *)(q + b * 32));
+        IN_ORDER(u);
+        const __m256i p =
+            type == T_Q8_0 ? _mm256_maddubs_epi16(_mm256_abs_epi8(u), _mm256_sign_epi8(a, u)) : _mm256_maddubs_epi16(u, a);
+        v[i] = _mm256_madd_epi16(p, one);
+    }
+    __m256i dot = sum_eight_256(v);
+    if (type != T_Q8_0) dot = _mm256_add_epi32(dot, excess_256(type, blocks, sum));
+    add_lanes_256(blocks, dot, scale, d, lane);
+}
+
+/* One row of activations, n values in natural order: rows of weights are read from end to end, and nothing of them is put in
+ * another order. */
+INLINE_256 float q32_row_256(uint32_t type, int64_t n, const uint8_t *w, const int8_t *q, const int16_t *sum, const float *d) {
+    _Alignas(32) float acc[LANES] = {0};
+    for (int64_t b = 0; b < n / 32; b += 8, w += 8 * q32_bytes(type)) {
+        const int64_t left = n / 32 - b;
+        fetch_ahead(w, 8 * q32_bytes(type));
+        const __m256 scale = group_scales_256(type, w, q32_bytes(type), left);
+        if (left >= 8) q32_eight_256(type, 8, w, scale, q + b * 32, sum + 2 * b, d + b, acc + (b & 8));
+        else q32_eight_256(type, left, w, scale, q + b * 32, sum + 2 * b, d + b, acc + (b & 8));
+    }
+    return join_256((floats256){_mm256_load_ps(acc), _mm256_load_ps(acc + 8)});
+}
+
 /* A tile of quantised weights by the function `chunk`, which takes one or two of its rows. */
 #define CHUNK_TILE_256(name, chunk)                                                                                        \
     INLINE_256 void name(uint32_t type, TILE_ARGS) {                                                                       \
@@ -2037,7 +2109,26 @@ INLINE_256 void q32_chunk_256(uint32_t type, int rows, int64_t n, int64_t i, int
         }                                                                                                                  \
     }
 
-CHUNK_TILE_256(q32_tile_256, q32_chunk_256)
+CHUNK_TILE_256(q32_rows_256, q32_chunk_256)
+
+/* A row of activations from the order of act_offset to the natural one. */
+static void natural_order(int64_t n, const int8_t *q, int8_t *to) {
+    for (int64_t b = 0; b < n / 32; b++) {
+        const int64_t at = act_offset(ACT_Q32, n, b * 32), step = act_offset(ACT_Q32, n, b * 32 + 4) - at;
+        for (int k = 0; k < 8; k++) memcpy(to + b * 32 + 4 * k, q + at + k * step, 4);
+    }
+}
+
+INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
+    enum { LONGEST = 16384 };
+    int8_t q[LONGEST];
+    if (m > 1 || n > LONGEST) {
+        q32_rows_256(type, n, w, w_stride, n_out, x, m, out, ldo);
+        return;
+    }
+    natural_order(n, x->q[0], q);
+    for (int o = 0; o < n_out; o++) out[o] = q32_row_256(type, n, w + (size_t)o * w_stride, q, x->sum[0], x->d[0]);
+}
 
 /* A block of 256 weights in the order of act_offset, half of each part at a time: unsigned bytes (Q3_K: 4 too large, Q6_K: 32);
  * for IQ2_XXS, whose bytes are magnitudes, 1 or -1 for each; a scale for every pair of bytes; and a minimum for each 16 values,
@@ -2163,29 +2254,63 @@ INLINE_256 __m256i iq2_signs_256(__m256i rest) {
     return _mm256_or_si256(sign, _mm256_shuffle_epi8(odd, folded));
 }
 
-/* The magnitudes are looked up a code word at a time; blends of broadcasts, because every CPU has more units for those than for
- * inserts. */
-INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock256 *u) {
+/* Signs of two runs of a half and of the other two, a byte for each 8 weights. */
+INLINE_256 void iq2_all_signs_256(const uint8_t *b, __m256i signs[2]) {
+    const __m256 lo = _mm256_loadu_ps((const void *)(b + 2)), hi = _mm256_loadu_ps((const void *)(b + 34));
+    const __m256i sign = iq2_signs_256(_mm256_castps_si256(_mm256_shuffle_ps(lo, hi, 0xdd))); /* of runs 0 1 4 5 2 3 6 7 */
+    signs[0] = _mm256_unpacklo_epi32(sign, sign);
+    signs[1] = _mm256_unpackhi_epi32(sign, sign);
+}
+
+/* Part c of half h: magnitudes, looked up a code word at a time, with blends of broadcasts, because every CPU has more units for
+ * those than for inserts; and 1 or -1 for each. */
+INLINE_256 void iq2_part_256(const uint32_t codes[4], int c, __m256i signs, __m256i *w, __m256i *sign) {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u), one = _mm256_set1_epi8(1);
     const __m256i word = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808); /* of each 128 bits, for part 0 */
-    const __m256i lo = _mm256_loadu_si256((const void *)(b + 2)), hi = _mm256_loadu_si256((const void *)(b + 34));
-    const __m256 rest = _mm256_shuffle_ps(_mm256_castsi256_ps(lo), _mm256_castsi256_ps(hi), 0xdd);
-    const __m256i sign = iq2_signs_256(_mm256_castps_si256(rest)); /* of runs 0 1 4 5 2 3 6 7 */
-    const __m256i signs[2] = {_mm256_unpacklo_epi32(sign, sign), _mm256_unpackhi_epi32(sign, sign)};
-    UNROLL for (int i = 0; i < 8; i++) {
-        const uint8_t *code = b + 2 + 32 * (i % 2) + i / 2;
-        __m256i w[4];
-        UNROLL for (int r = 0; r < 4; r++) w[r] = _mm256_set1_epi64x((long long)iq2_grid[code[8 * r]]);
-        u->w[i / 2][i % 2] =
-            _mm256_blend_epi32(_mm256_blend_epi32(w[0], w[1], 0x0c), _mm256_blend_epi32(w[2], w[3], 0xc0), 0xf0);
-        const __m256i s = _mm256_shuffle_epi8(signs[i % 2], _mm256_add_epi8(word, _mm256_set1_epi8((char)(i / 2))));
-        u->sign[i / 2][i % 2] = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(s, bit), bit), one);
+    __m256i v[4];
+    UNROLL for (int r = 0; r < 4; r++) v[r] = _mm256_set1_epi64x((long long)iq2_grid[codes[r] >> (8 * c) & 255]);
+    *w = _mm256_blend_epi32(_mm256_blend_epi32(v[0], v[1], 0x0c), _mm256_blend_epi32(v[2], v[3], 0xc0), 0xf0);
+    const __m256i s = _mm256_shuffle_epi8(signs, _mm256_add_epi8(word, _mm256_set1_epi8((char)c)));
+    *sign = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(s, bit), bit), one);
+}
+
+/* The scales of half h: 1 + 2 * the top four bits, in each of the run's four 16-bit words. */
+INLINE_256 __m256i iq2_scale_256(const uint8_t *b, int h) {
+    const __m256i words = _mm256_loadu_si256((const void *)(b + 2 + 32 * h));
+    const __m256i top = _mm256_slli_epi64(_mm256_srli_epi64(words, 60), 1);
+    return _mm256_or_si256(_mm256_shufflehi_epi16(_mm256_shufflelo_epi16(top, 0), 0), _mm256_set1_epi16(1));
+}
+
+INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock256 *u) {
+    __m256i signs[2];
+    iq2_all_signs_256(b, signs);
+    UNROLL for (int h = 0; h < 2; h++) {
+        uint32_t codes[4];
+        UNROLL for (int r = 0; r < 4; r++) codes[r] = load_u32(b + 2 + 32 * h + 8 * r);
+        UNROLL for (int c = 0; c < 4; c++) iq2_part_256(codes, c, signs[h], &u->w[c][h], &u->sign[c][h]);
+        u->scale[h][0] = u->scale[h][1] = iq2_scale_256(b, h);
     }
-    UNROLL for (int h = 0; h < 2; h++) { /* 1 + 2 * the top four bits, in each of the run's four 16-bit words */
-        const __m256i top = _mm256_slli_epi64(_mm256_srli_epi64(h ? hi : lo, 60), 1);
-        const __m256i each = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(top, 0), 0);
-        u->scale[h][0] = u->scale[h][1] = _mm256_or_si256(each, _mm256_set1_epi16(1));
+}
+
+/* A block of IQ2_XXS against one row, part by part as it is unpacked. */
+INLINE_256 __m256i iq2_dot_256(const uint8_t *b, const int8_t *q) {
+    __m256i signs[2], dot = _mm256_setzero_si256();
+    iq2_all_signs_256(b, signs);
+    UNROLL for (int h = 0; h < 2; h++) {
+        const __m256i scale = iq2_scale_256(b, h);
+        uint32_t codes[4];
+        __m256i p[4];
+        UNROLL for (int r = 0; r < 4; r++) codes[r] = load_u32(b + 2 + 32 * h + 8 * r);
+        UNROLL for (int c = 0; c < 4; c++) {
+            __m256i w, sign;
+            iq2_part_256(codes, c, signs[h], &w, &sign);
+            p[c] = _mm256_maddubs_epi16(w, _mm256_sign_epi8(_mm256_loadu_si256((const void *)(q + 64 * c + 32 * h)), sign));
+        }
+        dot = _mm256_add_epi32(dot, _mm256_madd_epi16(_mm256_add_epi16(p[0], p[1]), scale));
+        dot = _mm256_add_epi32(dot, _mm256_madd_epi16(_mm256_add_epi16(p[2], p[3]), scale));
+        IN_ORDER(dot);
     }
+    return dot;
 }
 
 INLINE_256 void unpack_256(uint32_t type, const uint8_t *b, wblock256 *u) {
@@ -2261,6 +2386,14 @@ INLINE_256 void unpack_blocks_256(uint32_t type, const uint8_t *b, int64_t block
     if (type_has_min(type)) u->dmin = block_scales_256(b + scale_at(type) + 2, size, blocks);
 }
 
+/* Adds blocks' integers, times the scales of the weights and of the activations d, to their lanes. */
+INLINE_256 void add_blocks_256(int64_t blocks, __m128i dot, __m128 scale, const float *d, float *lane) {
+    const __m128i mask = _mm_cmpgt_epi32(_mm_set1_epi32((int)blocks), _mm_setr_epi32(0, 1, 2, 3));
+    const __m128 old = _mm_load_ps(lane), a = blocks == 4 ? _mm_loadu_ps(d) : _mm_maskload_ps(d, mask);
+    const __m128 sum = _mm_fmadd_ps(_mm_cvtepi32_ps(dot), _mm_mul_ps(scale, a), old);
+    _mm_store_ps(lane, _mm_blendv_ps(old, sum, _mm_castsi128_ps(mask)));
+}
+
 /* O rows of weights, already unpacked, against rows j .. j+J-1 of the tile, for `blocks` blocks from b. */
 INLINE_256 void q256_part_256(uint32_t type, const int O, const int J, int64_t blocks, int64_t b, const blocks256 *u,
                               const tile_acts *x, int j, float (*acc)[TILE][LANES]) {
@@ -2311,7 +2444,30 @@ INLINE_256 void q256_chunk_256(uint32_t type, int rows, int64_t n, int64_t i, in
     }
 }
 
-CHUNK_TILE_256(q256_tile_256, q256_chunk_256)
+CHUNK_TILE_256(q256_rows_256, q256_chunk_256)
+
+/* One row of activations against IQ2_XXS. */
+INLINE_256 float iq2_row_256(int64_t n, const uint8_t *w, const int8_t *q, const float *d) {
+    _Alignas(32) float acc[LANES] = {0};
+    for (int64_t b = 0; b < n / 256; b += 4) {
+        const int64_t left = n / 256 - b, blocks = left < 4 ? left : 4;
+        __m256i dot[4];
+        fetch_ahead(w + b * 66, 4 * 66);
+        for (int i = 0; i < 4; i++) {
+            const int64_t at = b + (i < blocks ? i : 0);
+            dot[i] = iq2_dot_256(w + at * 66, q + at * 256);
+        }
+        const __m128 scale = _mm_mul_ps(block_scales_256(w + b * 66, 66, blocks), _mm_set1_ps(0.125f));
+        add_blocks_256(blocks, sum_each_256(dot), scale, d + b, acc + (b & 12));
+    }
+    return join_256((floats256){_mm256_load_ps(acc), _mm256_load_ps(acc + 8)});
+}
+
+INLINE_256 void q256_tile_256(uint32_t type, TILE_ARGS) {
+    if (type == T_IQ2_XXS && m == 1)
+        for (int o = 0; o < n_out; o++) out[o] = iq2_row_256(n, w + (size_t)o * w_stride, x->q[0], x->d[0]);
+    else q256_rows_256(type, n, w, w_stride, n_out, x, m, out, ldo);
+}
 
 TILE_SET(avx2, TARGET_AVX2, float_tile_256, q32_tile_256, q256_tile_256)
 #endif
@@ -6041,8 +6197,14 @@ static int check_bias(const ds4_gen *g, int n_vocab) {
 
 static uint64_t law_of_gen(const ds4_gen *g) {
     bool penalties = g->presence_penalty != 0 || g->frequency_penalty != 0;
-    const double parts[] = {g->temperature, g->top_k, g->top_p, g->min_p, g->scheme, g->presence_penalty,
-                            g->frequency_penalty, penalties ? g->penalty_from : 0};
+    const double parts[] = {g->temperature,
+                            g->top_k,
+                            g->top_p,
+                            g->min_p,
+                            g->scheme,
+                            g->presence_penalty,
+                            g->frequency_penalty,
+                            penalties ? g->penalty_from : 0};
     if (g->mask) return 0;
     uint64_t h = checksum(g->seed, parts, sizeof parts);
     for (size_t i = 0; i < g->n_bias; i++) {
@@ -7121,7 +7283,10 @@ static int cycle_error(const cycle *c, int result) {
 static int draft_room(const cycle *c, int most) {
     const ds4_session *s = c->s;
     int room = min_int(min_int(c->max - 1, s->ctx - s->position - 1), min_int(s->batch - 1, most));
-    int wanted = c->given || c->given_logits ? c->n_given : !s->drafter && !s->lookup ? 0 : s->draft == DS4_DRAFT_AUTO ? DS4_MAX_DRAFT : s->draft;
+    int wanted = c->given || c->given_logits  ? c->n_given
+                 : !s->drafter && !s->lookup  ? 0
+                 : s->draft == DS4_DRAFT_AUTO ? DS4_MAX_DRAFT
+                                              : s->draft;
     return max_int(0, min_int(wanted, room));
 }
 
@@ -8179,8 +8344,7 @@ size_t ds4_session_save_mem(const ds4_session *s, void *buf, size_t n) {
                          .pending = s->pending_law ? s->pending : -1,
                          .pending_law = s->pending_law};
     memcpy(h.magic, snapshot_magic, sizeof h.magic);
-    h.sum =
-        checksum(checksum(h.identity ^ h.bytes, &h.kv_type, CHECKED_HEADER), (uint8_t *)buf + sizeof h, need - sizeof h);
+    h.sum = checksum(checksum(h.identity ^ h.bytes, &h.kv_type, CHECKED_HEADER), (uint8_t *)buf + sizeof h, need - sizeof h);
     memcpy(buf, &h, sizeof h);
     return need;
 }
