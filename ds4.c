@@ -599,7 +599,8 @@ static double meta_number(const meta *m, uint64_t i) {
         READ(G_I32, int32_t)
         READ(G_F32, float)
         READ(G_U64, uint64_t)
-        READ(G_I64, int64_t) READ(G_F64, double)
+        READ(G_I64, int64_t)
+        READ(G_F64, double)
 #undef READ
             default : return NAN;
     }
@@ -1891,8 +1892,23 @@ INLINE_256 __m256 mxfp4_scales_256(__m256i e) {
     return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
 }
 
-/* The scales of 8 blocks, put together where vectors have no part in it. */
-INLINE_256 __m256 group_scales_256(uint32_t type, const uint8_t *b, int64_t size, int64_t blocks) {
+/* The half-precision numbers at the beginning of 8 blocks. Each is loaded with its block's first bytes, from so far ahead of it that
+ * it falls into its own word. */
+INLINE_256 __m128i first_halves_256(const uint8_t *b, const int64_t size) {
+    __m128i v = _mm_loadu_si128((const void *)b);
+    v = _mm_blend_epi16(v, _mm_loadu_si128((const void *)(b + 1 * (size - 2))), 0x02);
+    v = _mm_blend_epi16(v, _mm_loadu_si128((const void *)(b + 2 * (size - 2))), 0x04);
+    v = _mm_blend_epi16(v, _mm_loadu_si128((const void *)(b + 3 * (size - 2))), 0x08);
+    v = _mm_blend_epi16(v, _mm_loadu_si128((const void *)(b + 4 * (size - 2))), 0x10);
+    v = _mm_blend_epi16(v, _mm_loadu_si128((const void *)(b + 5 * (size - 2))), 0x20);
+    v = _mm_blend_epi16(v, _mm_loadu_si128((const void *)(b + 6 * (size - 2))), 0x40);
+    return _mm_blend_epi16(v, _mm_loadu_si128((const void *)(b + 7 * (size - 2))), 0x80);
+}
+
+/* The scales of 8 blocks, or of fewer and then of the last one again. */
+INLINE_256 __m256 group_scales_256(uint32_t type, const uint8_t *b, int64_t blocks) {
+    const int size = q32_bytes(type);
+    if (type != T_MXFP4 && blocks == 8) return _mm256_cvtph_ps(first_halves_256(b, size));
     uint64_t v[2] = {0};
     UNROLL for (int i = 0; i < 8; i++) {
         const uint8_t *p = b + size * (i < blocks ? i : blocks - 1);
@@ -1906,7 +1922,7 @@ INLINE_256 __m256 group_scales_256(uint32_t type, const uint8_t *b, int64_t size
 INLINE_256 void unpack_group_256(uint32_t type, const uint8_t *b, int64_t blocks, group256 *u) {
     const int64_t size = q32_bytes(type);
     fetch(b, 2 * AHEAD, 8 * size); /* two rows pass at a time */
-    u->scale = group_scales_256(type, b, size, blocks);
+    u->scale = group_scales_256(type, b, blocks);
     if (type == T_Q8_0) {
         gather_words_256(b + 2, size, blocks, u->w);
         gather_words_256(b + 18, size, blocks, u->w + 4);
@@ -2035,13 +2051,8 @@ INLINE_256 __m256i add_pairs_256(__m256i a, __m256i b) {
     return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
 }
 
-/* The sums of 8 vectors, that of v[b] in lane b. */
-INLINE_256 __m256i sum_eight_256(const __m256i *v) {
-    const __m256i a = add_pairs_256(v[0], v[1]), b = add_pairs_256(v[2], v[3]);
-    const __m256i c = add_pairs_256(v[4], v[5]), d = add_pairs_256(v[6], v[7]);
-    const __m256i e = _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
-    const __m256i f = _mm256_add_epi32(_mm256_unpacklo_epi64(c, d), _mm256_unpackhi_epi64(c, d));
-    return _mm256_add_epi32(_mm256_permute2x128_si256(e, f, 0x20), _mm256_permute2x128_si256(e, f, 0x31));
+INLINE_256 __m256i add_quads_256(__m256i a, __m256i b) {
+    return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
 }
 
 /* A block's weights in natural order: as in group256, signed bytes or unsigned ones that are too large. */
@@ -2053,37 +2064,56 @@ INLINE_256 __m256i block_256(uint32_t type, const uint8_t *b) {
     return type == T_Q4_0 ? w : _mm256_shuffle_epi8(e2m1_256(), w);
 }
 
-/* Eight blocks of weights against those of one row of activations q in natural order. */
-INLINE_256 void q32_eight_256(uint32_t type, int64_t blocks, const uint8_t *w, __m256 scale, const int8_t *q,
-                              const int16_t *sum, const float *d, float *lane) {
-    const __m256i one = _mm256_set1_epi16(1);
-    __m256i v[8];
-    UNROLL for (int i = 0; i < 8; i++) {
-        const int64_t b = i < blocks ? i : blocks - 1;
-        __m256i u = block_256(type, w + b * q32_bytes(type));
-        const __m256i a = _mm256_loadu_si256((const void *)(q + b * 32));
-        IN_ORDER(u);
-        const __m256i p =
-            type == T_Q8_0 ? _mm256_maddubs_epi16(_mm256_abs_epi8(u), _mm256_sign_epi8(a, u)) : _mm256_maddubs_epi16(u, a);
-        v[i] = _mm256_madd_epi16(p, one);
-    }
-    __m256i dot = sum_eight_256(v);
-    if (type != T_Q8_0) dot = _mm256_add_epi32(dot, excess_256(type, blocks, sum));
-    add_lanes_256(blocks, dot, scale, d, lane);
+/* The products of a block's weights u with activations a, summed up by fours. */
+INLINE_256 __m256i block_fours_256(uint32_t type, __m256i u, const int8_t *a) {
+    const __m256i v = _mm256_loadu_si256((const void *)a);
+    const __m256i p =
+        type == T_Q8_0 ? _mm256_maddubs_epi16(_mm256_abs_epi8(u), _mm256_sign_epi8(v, u)) : _mm256_maddubs_epi16(u, v);
+    return _mm256_madd_epi16(p, _mm256_set1_epi16(1));
 }
 
-/* One row of activations, n values in natural order: rows of weights are read from end to end, and nothing of them is put in
- * another order. */
-INLINE_256 float q32_row_256(uint32_t type, int64_t n, const uint8_t *w, const int8_t *q, const int16_t *sum, const float *d) {
-    _Alignas(32) float acc[LANES] = {0};
-    for (int64_t b = 0; b < n / 32; b += 8, w += 8 * q32_bytes(type)) {
-        const int64_t left = n / 32 - b;
-        fetch_ahead(w, 8 * q32_bytes(type));
-        const __m256 scale = group_scales_256(type, w, q32_bytes(type), left);
-        if (left >= 8) q32_eight_256(type, 8, w, scale, q + b * 32, sum + 2 * b, d + b, acc + (b & 8));
-        else q32_eight_256(type, left, w, scale, q + b * 32, sum + 2 * b, d + b, acc + (b & 8));
+/* Eight blocks of weights against J rows of activations in natural order, q and ldq bytes on; the integer of block b in lane b. Two
+ * blocks' sums are joined at once, so that few have to be kept. */
+INLINE_256 void eight_dots_256(uint32_t type, const int J, int64_t blocks, const uint8_t *w, const int8_t *q, int64_t ldq,
+                               __m256i *dot) {
+    __m256i pair[4], quad[4][2];
+    UNROLL for (int p = 0; p < 4; p++) {
+        const int64_t b = 2 * p < blocks ? 2 * p : blocks - 1, c = 2 * p + 1 < blocks ? 2 * p + 1 : blocks - 1;
+        __m256i u = block_256(type, w + b * q32_bytes(type)), v = block_256(type, w + c * q32_bytes(type));
+        IN_ORDER(u);
+        IN_ORDER(v);
+        UNROLL for (int j = 0; j < J; j++) {
+            const __m256i s =
+                add_pairs_256(block_fours_256(type, u, q + j * ldq + 32 * b), block_fours_256(type, v, q + j * ldq + 32 * c));
+            if (p % 2 == 0) pair[j] = s;
+            else quad[j][p / 2] = add_quads_256(pair[j], s);
+            if (p % 2 == 0) IN_ORDER(pair[j]);
+            else IN_ORDER(quad[j][p / 2]);
+        }
     }
-    return join_256((floats256){_mm256_load_ps(acc), _mm256_load_ps(acc + 8)});
+    UNROLL for (int j = 0; j < J; j++) dot[j] = _mm256_add_epi32(_mm256_permute2x128_si256(quad[j][0], quad[j][1], 0x20),
+                                                                 _mm256_permute2x128_si256(quad[j][0], quad[j][1], 0x31));
+}
+
+/* Few rows of activations, J of them, of n values in natural order: rows of weights are read from end to end, and nothing of them
+ * is put in another order. */
+INLINE_256 void q32_row_256(uint32_t type, const int J, int64_t n, const uint8_t *w, const int8_t *q, const tile_acts *x,
+                            float *out, size_t ldo) {
+    _Alignas(32) float acc[4][LANES] = {0};
+    __m256i dot[4];
+    for (int64_t b = 0; b < n / 32; b += 8, w += 8 * q32_bytes(type)) {
+        const int64_t left = n / 32 - b, lanes = left < 8 ? left : 8;
+        fetch_ahead(w, 8 * q32_bytes(type));
+        const __m256 scale = lanes == 8 ? group_scales_256(type, w, 8) : group_scales_256(type, w, lanes);
+        eight_dots_256(type, J, lanes, w, q + 32 * b, n, dot);
+        UNROLL for (int j = 0; j < J; j++) {
+            if (type != T_Q8_0) dot[j] = _mm256_add_epi32(dot[j], excess_256(type, lanes, x->sum[j] + 2 * b));
+            if (lanes == 8) add_lanes_256(8, dot[j], scale, x->d[j] + b, acc[j] + (b & 8));
+            else add_lanes_256(lanes, dot[j], scale, x->d[j] + b, acc[j] + (b & 8));
+        }
+    }
+    UNROLL for (int j = 0; j < J; j++) out[(size_t)j * ldo] =
+        join_256((floats256){_mm256_load_ps(acc[j]), _mm256_load_ps(acc[j] + 8)});
 }
 
 /* A tile of quantised weights by the function `chunk`, which takes one or two of its rows. */
@@ -2111,23 +2141,47 @@ INLINE_256 float q32_row_256(uint32_t type, int64_t n, const uint8_t *w, const i
 
 CHUNK_TILE_256(q32_rows_256, q32_chunk_256)
 
+/* Eight vectors of eight words, their rows for columns. */
+INLINE_256 void transpose_256(const __m256i *v, __m256i *to) {
+    UNROLL for (int h = 0; h < 2; h++) { /* the words of even and odd number of each pair of vectors' halves */
+        __m256i p[4];
+        UNROLL for (int i = 0; i < 4; i++) p[i] =
+            h ? _mm256_unpackhi_epi32(v[2 * i], v[2 * i + 1]) : _mm256_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
+        UNROLL for (int i = 0; i < 2; i++) {
+            const __m256i a = i ? _mm256_unpackhi_epi64(p[0], p[1]) : _mm256_unpacklo_epi64(p[0], p[1]);
+            const __m256i b = i ? _mm256_unpackhi_epi64(p[2], p[3]) : _mm256_unpacklo_epi64(p[2], p[3]);
+            to[2 * h + i] = _mm256_permute2x128_si256(a, b, 0x20);
+            to[2 * h + i + 4] = _mm256_permute2x128_si256(a, b, 0x31);
+        }
+    }
+}
+
 /* A row of activations from the order of act_offset to the natural one. */
-static void natural_order(int64_t n, const int8_t *q, int8_t *to) {
-    for (int64_t b = 0; b < n / 32; b++) {
-        const int64_t at = act_offset(ACT_Q32, n, b * 32), step = act_offset(ACT_Q32, n, b * 32 + 4) - at;
-        for (int k = 0; k < 8; k++) memcpy(to + b * 32 + 4 * k, q + at + k * step, 4);
+INLINE_256 void natural_order_256(int64_t n, const int8_t *q, int8_t *to) {
+    for (int64_t b = 0; b < n / 32; b += 8) {
+        const int64_t first = b & ~(int64_t)15, group = n / 32 - first, step = 4 * (group < LANES ? group : LANES);
+        const int64_t left = n / 32 - b, lanes = left < 8 ? left : 8;
+        __m256i v[8], block[8];
+        for (int k = 0; k < 8; k++) v[k] = load_lanes_256(lanes, q + first * 32 + (b & 15) * 4 + k * step);
+        transpose_256(v, block);
+        for (int i = 0; i < lanes; i++) _mm256_storeu_si256((void *)(to + (b + i) * 32), block[i]);
     }
 }
 
 INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
-    enum { LONGEST = 16384 };
-    int8_t q[LONGEST];
-    if (m > 1 || n > LONGEST) {
+    enum { MOST = 16384 };
+    const int few = type == T_Q8_0 ? 4 : 1; /* the others' order costs less, and they wait less for memory */
+    if (m > few || m * n > MOST) {
         q32_rows_256(type, n, w, w_stride, n_out, x, m, out, ldo);
         return;
     }
-    natural_order(n, x->q[0], q);
-    for (int o = 0; o < n_out; o++) out[o] = q32_row_256(type, n, w + (size_t)o * w_stride, q, x->sum[0], x->d[0]);
+    int8_t q[MOST];
+    for (int j = 0; j < m; j++) natural_order_256(n, x->q[j], q + j * n);
+    for (int o = 0; o < n_out; o++, w += w_stride)
+        if (m == 1) q32_row_256(type, 1, n, w, q, x, out + o, ldo);
+        else if (m == 2) q32_row_256(type, 2, n, w, q, x, out + o, ldo);
+        else if (m == 3) q32_row_256(type, 3, n, w, q, x, out + o, ldo);
+        else q32_row_256(type, 4, n, w, q, x, out + o, ldo);
 }
 
 /* A block of 256 weights in the order of act_offset, half of each part at a time: unsigned bytes (Q3_K: 4 too large, Q6_K: 32);
@@ -6603,7 +6657,8 @@ typedef struct {
 } cost;
 
 typedef struct costs {
-    cost slots[COST_SLOTS]; /* passes by knot; a cycle's first head step, what it repairs included; the same after a pause, with many
+    cost slots
+        [COST_SLOTS]; /* passes by knot; a cycle's first head step, what it repairs included; the same after a pause, with many
                                rows to make; each further one */
     int64_t passes; /* timed */
 } costs;
@@ -6734,7 +6789,9 @@ static int match_class(int length) { return length < 4 ? length - 1 : length < 6
 /* Fills in what is known before a cycle, for a pass that holds `others` rows of other sessions; `back`: the head did not draft for
  * a while. */
 static void plan_start(plan *w, const pace *p, const costs *c, int others, bool back) {
-    *w = (plan){.first = cost_step(c, back && cost_known(c, COST_BACK) ? COST_BACK : COST_FIRST), .more = cost_step(c, COST_MORE), .tokens = 1 + others};
+    *w = (plan){.first = cost_step(c, back && cost_known(c, COST_BACK) ? COST_BACK : COST_FIRST),
+                .more = cost_step(c, COST_MORE),
+                .tokens = 1 + others};
     for (int k = DS4_MAX_DRAFT; k >= 0; k--) { /* fewer rows cannot cost more: then the larger time was a disturbed one */
         w->pass[k] = cost_pass(c, others + 1 + k);
         if (k < DS4_MAX_DRAFT && w->pass[k] > w->pass[k + 1]) w->pass[k] = w->pass[k + 1];
@@ -7211,8 +7268,7 @@ static void learn(cycle *c) {
         s->stats.lookup_drafted += c->k;
         s->stats.lookup_accepted += taken;
     } else s->stats.pruned += c->made - c->k;
-    if (c->automatic || s->lookup)
-        pace_learn(s->pace, &c->w, c->looked_up ? 0 : c->made, c->k, taken, c->leads, spare);
+    if (c->automatic || s->lookup) pace_learn(s->pace, &c->w, c->looked_up ? 0 : c->made, c->k, taken, c->leads, spare);
     if (!c->guesses) return;
     while (hits < taken && hits < c->guesses && c->drafts[hits] == c->guess[hits]) hits++;
     int last = hits < c->guesses && hits == taken ? would_pass(c, c->guess[hits]) : -1;
@@ -7514,9 +7570,7 @@ static int check_margin(const char *name, float margin) {
 }
 
 /* What serves the depth: a fixed one is careful, as scripts for other engines expect; `auto` is there to be fast. */
-static float margin_of(int draft, float margin) {
-    return margin != DS4_MARGIN_AUTO ? margin : draft == DS4_DRAFT_AUTO ? 0 : 3;
-}
+static float margin_of(int draft, float margin) { return margin != DS4_MARGIN_AUTO ? margin : draft == DS4_DRAFT_AUTO ? 0 : 3; }
 
 static int check_cfg(const ds4_cfg *cfg) {
     if (!cfg->model_path) return fail("model_path is missing");
