@@ -8390,13 +8390,14 @@ size_t ds4_session_save_mem(const ds4_session *s, void *buf, size_t n) {
     }
     walker w = {.out = buf, .at = sizeof(snapshot_header)};
     walk_session(&w, (ds4_session *)(uintptr_t)s, s->floor, s->position);
+    bool drawn = s->pending >= 0 && s->pending_law;
     snapshot_header h = {.identity = s->engine->model->identity,
                          .bytes = need,
                          .kv_type = (int32_t)s->engine->kv_type,
                          .position = s->position,
                          .floor = s->floor,
-                         .pending = s->pending_law ? s->pending : -1,
-                         .pending_law = s->pending_law};
+                         .pending = drawn ? s->pending : -1,
+                         .pending_law = drawn ? s->pending_law : 0};
     memcpy(h.magic, snapshot_magic, sizeof h.magic);
     h.sum = checksum(checksum(h.identity ^ h.bytes, &h.kv_type, CHECKED_HEADER), (uint8_t *)buf + sizeof h, need - sizeof h);
     memcpy(buf, &h, sizeof h);
