@@ -602,7 +602,7 @@ static double meta_number(const meta *m, uint64_t i) {
         READ(G_I64, int64_t)
         READ(G_F64, double)
 #undef READ
-            default : return NAN;
+    default: return NAN;
     }
 }
 
@@ -936,7 +936,6 @@ typedef struct kernels {
 #define LANES 16
 /* A sum in the order written: compilers add a loop's terms in a tree, which would need more registers than there are. */
 #define IN_ORDER(v) __asm__("" : "+x"(v))
-#define ROLLED _Pragma("GCC unroll 1") /* for loops whose steps, merged, would need more registers than there are */
 #define UNROLL _Pragma("GCC unroll 16") /* for loops of constant length whose variables must be registers */
 
 /* ---- 4.2 Numbers as bits ----------------------------------------------------------------------------------------- */
@@ -1951,11 +1950,11 @@ INLINE_256 __m256i excess_256(uint32_t type, int64_t blocks, const int16_t *sum)
     return _mm256_madd_epi16(load_lanes_256(blocks, sum), _mm256_set1_epi16((short)-q32_offset(type)));
 }
 
-/* Adds blocks' integers, times the scales of the weights and of the activations d, to their lanes. */
-INLINE_256 void add_lanes_256(int64_t blocks, __m256i dot, __m256 scale, const float *d, float *lane) {
-    const __m256 old = _mm256_load_ps(lane), a = _mm256_castsi256_ps(load_lanes_256(blocks, d));
-    const __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(scale, a), old);
-    _mm256_store_ps(lane, blocks == 8 ? sum : _mm256_blendv_ps(old, sum, _mm256_castsi256_ps(first_lanes_256(blocks))));
+/* Blocks' integers, times the scales of the weights and of the activations d, added to their lanes. */
+INLINE_256 __m256 add_lanes_256(int64_t blocks, __m256i dot, __m256 scale, const float *d, __m256 lanes) {
+    const __m256 a = _mm256_castsi256_ps(load_lanes_256(blocks, d));
+    const __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(scale, a), lanes);
+    return blocks == 8 ? sum : _mm256_blendv_ps(lanes, sum, _mm256_castsi256_ps(first_lanes_256(blocks)));
 }
 
 /* The integers of O rows of weights and J rows of activations q, `lanes` blocks of each, whose words lie `step` bytes apart.
@@ -2015,8 +2014,10 @@ INLINE_256 void q32_part_256(uint32_t type, const int O, const int J, const int6
         sum[i] = x->sum[j + i] + 2 * b;
     }
     group_dots_256(type, O, J, lanes, step, u, q, sum, dot);
-    UNROLL for (int i = 0; i < J; i++) UNROLL for (int o = 0; o < O; o++)
-        add_lanes_256(lanes, dot[o][i], u[o].scale, x->d[j + i] + b, acc[o][j + i] + (b & 8));
+    UNROLL for (int i = 0; i < J; i++) UNROLL for (int o = 0; o < O; o++) {
+        float *lane = acc[o][j + i] + (b & 8);
+        _mm256_store_ps(lane, add_lanes_256(lanes, dot[o][i], u[o].scale, x->d[j + i] + b, _mm256_load_ps(lane)));
+    }
 }
 
 /* O rows of weights against all m rows of the tile, for `lanes` blocks from b. */
@@ -2074,21 +2075,18 @@ INLINE_256 __m256i block_fours_256(uint32_t type, __m256i u, const int8_t *a) {
 
 /* Eight blocks of weights against J rows of activations in natural order, q and ldq bytes on; the integer of block b in lane b. Two
  * blocks' sums are joined at once, so that few have to be kept. */
-INLINE_256 void eight_dots_256(uint32_t type, const int J, int64_t blocks, const uint8_t *w, const int8_t *q, int64_t ldq,
-                               __m256i *dot) {
+INLINE_256 void eight_dots_256(uint32_t type, const int J, const uint8_t *w, const int8_t *q, int64_t ldq, __m256i *dot) {
     __m256i pair[4], quad[4][2];
     UNROLL for (int p = 0; p < 4; p++) {
-        const int64_t b = 2 * p < blocks ? 2 * p : blocks - 1, c = 2 * p + 1 < blocks ? 2 * p + 1 : blocks - 1;
-        __m256i u = block_256(type, w + b * q32_bytes(type)), v = block_256(type, w + c * q32_bytes(type));
+        __m256i u = block_256(type, w + 2 * p * q32_bytes(type)), v = block_256(type, w + (2 * p + 1) * q32_bytes(type));
         IN_ORDER(u);
         IN_ORDER(v);
         UNROLL for (int j = 0; j < J; j++) {
-            const __m256i s =
-                add_pairs_256(block_fours_256(type, u, q + j * ldq + 32 * b), block_fours_256(type, v, q + j * ldq + 32 * c));
+            const int8_t *a = q + j * ldq + 64 * p;
+            __m256i s = add_pairs_256(block_fours_256(type, u, a), block_fours_256(type, v, a + 32));
+            IN_ORDER(s);
             if (p % 2 == 0) pair[j] = s;
             else quad[j][p / 2] = add_quads_256(pair[j], s);
-            if (p % 2 == 0) IN_ORDER(pair[j]);
-            else IN_ORDER(quad[j][p / 2]);
         }
     }
     UNROLL for (int j = 0; j < J; j++) dot[j] = _mm256_add_epi32(_mm256_permute2x128_si256(quad[j][0], quad[j][1], 0x20),
@@ -2096,24 +2094,25 @@ INLINE_256 void eight_dots_256(uint32_t type, const int J, int64_t blocks, const
 }
 
 /* Few rows of activations, J of them, of n values in natural order: rows of weights are read from end to end, and nothing of them
- * is put in another order. */
+ * is put in another order. Groups of 8 blocks are the lower and the upper lanes in turn; n is a multiple of 256. */
 INLINE_256 void q32_row_256(uint32_t type, const int J, int64_t n, const uint8_t *w, const int8_t *q, const tile_acts *x,
                             float *out, size_t ldo) {
-    _Alignas(32) float acc[4][LANES] = {0};
-    __m256i dot[4];
-    for (int64_t b = 0; b < n / 32; b += 8, w += 8 * q32_bytes(type)) {
-        const int64_t left = n / 32 - b, lanes = left < 8 ? left : 8;
-        fetch_ahead(w, 8 * q32_bytes(type));
-        const __m256 scale = lanes == 8 ? group_scales_256(type, w, 8) : group_scales_256(type, w, lanes);
-        eight_dots_256(type, J, lanes, w, q + 32 * b, n, dot);
-        UNROLL for (int j = 0; j < J; j++) {
-            if (type != T_Q8_0) dot[j] = _mm256_add_epi32(dot[j], excess_256(type, lanes, x->sum[j] + 2 * b));
-            if (lanes == 8) add_lanes_256(8, dot[j], scale, x->d[j] + b, acc[j] + (b & 8));
-            else add_lanes_256(lanes, dot[j], scale, x->d[j] + b, acc[j] + (b & 8));
+    __m256 acc[4][2];
+    UNROLL for (int j = 0; j < J; j++) acc[j][0] = acc[j][1] = _mm256_setzero_ps();
+    for (int64_t b = 0; b < n / 32; b += LANES) UNROLL for (int h = 0; h < 2; h++) {
+            const int64_t at = b + 8 * h;
+            const uint8_t *from = w + at * q32_bytes(type);
+            if (at == n / 32) break;
+            fetch_ahead(from, 8 * q32_bytes(type));
+            const __m256 scale = group_scales_256(type, from, 8);
+            __m256i dot[4];
+            eight_dots_256(type, J, from, q + 32 * at, n, dot);
+            UNROLL for (int j = 0; j < J; j++) {
+                if (type != T_Q8_0) dot[j] = _mm256_add_epi32(dot[j], excess_256(type, 8, x->sum[j] + 2 * at));
+                acc[j][h] = add_lanes_256(8, dot[j], scale, x->d[j] + at, acc[j][h]);
+            }
         }
-    }
-    UNROLL for (int j = 0; j < J; j++) out[(size_t)j * ldo] =
-        join_256((floats256){_mm256_load_ps(acc[j]), _mm256_load_ps(acc[j] + 8)});
+    UNROLL for (int j = 0; j < J; j++) out[(size_t)j * ldo] = join_256((floats256){acc[j][0], acc[j][1]});
 }
 
 /* A tile of quantised weights by the function `chunk`, which takes one or two of its rows. */
@@ -2156,22 +2155,21 @@ INLINE_256 void transpose_256(const __m256i *v, __m256i *to) {
     }
 }
 
-/* A row of activations from the order of act_offset to the natural one. */
+/* A row of activations from the order of act_offset to the natural one; n is a multiple of 256. */
 INLINE_256 void natural_order_256(int64_t n, const int8_t *q, int8_t *to) {
     for (int64_t b = 0; b < n / 32; b += 8) {
-        const int64_t first = b & ~(int64_t)15, group = n / 32 - first, step = 4 * (group < LANES ? group : LANES);
-        const int64_t left = n / 32 - b, lanes = left < 8 ? left : 8;
+        const int64_t first = b & ~(int64_t)15, step = n / 32 - first < LANES ? 32 : 64;
         __m256i v[8], block[8];
-        for (int k = 0; k < 8; k++) v[k] = load_lanes_256(lanes, q + first * 32 + (b & 15) * 4 + k * step);
+        UNROLL for (int k = 0; k < 8; k++) v[k] = _mm256_loadu_si256((const void *)(q + first * 32 + (b & 15) * 4 + k * step));
         transpose_256(v, block);
-        for (int i = 0; i < lanes; i++) _mm256_storeu_si256((void *)(to + (b + i) * 32), block[i]);
+        UNROLL for (int i = 0; i < 8; i++) _mm256_storeu_si256((void *)(to + (b + i) * 32), block[i]);
     }
 }
 
 INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
     enum { MOST = 16384 };
     const int few = type == T_Q8_0 ? 4 : 1; /* the others' order costs less, and they wait less for memory */
-    if (m > few || m * n > MOST) {
+    if (m > few || m * n > MOST || n % 256) {
         q32_rows_256(type, n, w, w_stride, n_out, x, m, out, ldo);
         return;
     }
@@ -2393,7 +2391,7 @@ typedef struct {
 } blocks256;
 
 /* A block of O rows of weights against J rows of activations, before lanes are summed. No 16-bit sum of products saturates: two pairs of Q6_K reach 4 * 63 * 127, two of IQ2_XXS 4 * 43 * 127. */
-INLINE_256 void block_dots_256(uint32_t type, const int O, const int J, const blocks256 *u, int64_t at, const int8_t *const *q,
+INLINE_256 void block_dots_256(uint32_t type, const int O, const int J, const wblock256 *const *u, const int8_t *const *q,
                                const int16_t *const *sum, __m256i dot[2][4], __m256i min[2][4]) {
     UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) dot[o][j] = _mm256_setzero_si256();
     UNROLL for (int i = 0; i < 4; i++) {
@@ -2402,7 +2400,7 @@ INLINE_256 void block_dots_256(uint32_t type, const int O, const int J, const bl
             const __m256i a = _mm256_loadu_si256((const void *)(q[j] + 128 * p + 32 * h));
             const __m256i b = _mm256_loadu_si256((const void *)(q[j] + 128 * p + 32 * h + 64));
             UNROLL for (int o = 0; o < O; o++) {
-                const wblock256 *v = &u[o].block[at];
+                const wblock256 *v = u[o];
                 const __m256i c = type == T_IQ2_XXS ? _mm256_sign_epi8(a, v->sign[2 * p][h]) : a;
                 const __m256i d = type == T_IQ2_XXS ? _mm256_sign_epi8(b, v->sign[2 * p + 1][h]) : b;
                 const __m256i s =
@@ -2416,7 +2414,7 @@ INLINE_256 void block_dots_256(uint32_t type, const int O, const int J, const bl
     UNROLL for (int j = 0; j < J; j++) {
         const __m256i a = _mm256_loadu_si256((const void *)sum[j]);
         UNROLL for (int o = 0; o < O; o++) {
-            const __m256i s = _mm256_madd_epi16(u[o].block[at].min, a);
+            const __m256i s = _mm256_madd_epi16(u[o]->min, a);
             if (type_has_min(type)) min[o][j] = s;
             else dot[o][j] = _mm256_sub_epi32(dot[o][j], s);
         }
@@ -2440,14 +2438,6 @@ INLINE_256 void unpack_blocks_256(uint32_t type, const uint8_t *b, int64_t block
     if (type_has_min(type)) u->dmin = block_scales_256(b + scale_at(type) + 2, size, blocks);
 }
 
-/* Adds blocks' integers, times the scales of the weights and of the activations d, to their lanes. */
-INLINE_256 void add_blocks_256(int64_t blocks, __m128i dot, __m128 scale, const float *d, float *lane) {
-    const __m128i mask = _mm_cmpgt_epi32(_mm_set1_epi32((int)blocks), _mm_setr_epi32(0, 1, 2, 3));
-    const __m128 old = _mm_load_ps(lane), a = blocks == 4 ? _mm_loadu_ps(d) : _mm_maskload_ps(d, mask);
-    const __m128 sum = _mm_fmadd_ps(_mm_cvtepi32_ps(dot), _mm_mul_ps(scale, a), old);
-    _mm_store_ps(lane, _mm_blendv_ps(old, sum, _mm_castsi128_ps(mask)));
-}
-
 /* O rows of weights, already unpacked, against rows j .. j+J-1 of the tile, for `blocks` blocks from b. */
 INLINE_256 void q256_part_256(uint32_t type, const int O, const int J, int64_t blocks, int64_t b, const blocks256 *u,
                               const tile_acts *x, int j, float (*acc)[TILE][LANES]) {
@@ -2461,7 +2451,8 @@ INLINE_256 void q256_part_256(uint32_t type, const int O, const int J, int64_t b
             q[k] = x->q[j + k] + at * 256;
             sum[k] = x->sum[j + k] + at * 16;
         }
-        block_dots_256(type, O, J, u, at - b, q, sum, d, m);
+        const wblock256 *const w[2] = {&u[0].block[at - b], &u[O - 1].block[at - b]};
+        block_dots_256(type, O, J, w, q, sum, d, m);
         UNROLL for (int o = 0; o < O; o++) UNROLL for (int k = 0; k < J; k++) {
             dot[o][k][i] = d[o][k];
             if (type_has_min(type)) min[o][k][i] = m[o][k];
@@ -2500,27 +2491,47 @@ INLINE_256 void q256_chunk_256(uint32_t type, int rows, int64_t n, int64_t i, in
 
 CHUNK_TILE_256(q256_rows_256, q256_chunk_256)
 
-/* One row of activations against IQ2_XXS. */
-INLINE_256 float iq2_row_256(int64_t n, const uint8_t *w, const int8_t *q, const float *d) {
+/* A block of weights against one row of activations, whose sums are joined later. */
+INLINE_256 void one_dot_256(uint32_t type, const uint8_t *b, const int8_t *q, const int16_t *sum, __m256i *dot, __m256i *min) {
+    if (type == T_IQ2_XXS) {
+        *dot = iq2_dot_256(b, q);
+        return;
+    }
+    wblock256 u;
+    __m256i d[2][4], m[2][4];
+    unpack_256(type, b, &u);
+    block_dots_256(type, 1, 1, (const wblock256 *const[]){&u}, &q, &sum, d, m);
+    *dot = d[0][0];
+    if (type_has_min(type)) *min = m[0][0];
+}
+
+/* A row of weights against one row of activations of n values, a multiple of 1024: four blocks at a time. */
+INLINE_256 float q256_row_256(uint32_t type, int64_t n, const uint8_t *w, const int8_t *q, const int16_t *sum, const float *d) {
+    const int size = type_find(type)->bytes;
     _Alignas(32) float acc[LANES] = {0};
     for (int64_t b = 0; b < n / 256; b += 4) {
-        const int64_t left = n / 256 - b, blocks = left < 4 ? left : 4;
-        __m256i dot[4];
-        fetch_ahead(w + b * 66, 4 * 66);
-        for (int i = 0; i < 4; i++) {
-            const int64_t at = b + (i < blocks ? i : 0);
-            dot[i] = iq2_dot_256(w + at * 66, q + at * 256);
+        const uint8_t *from = w + b * size;
+        __m256i dot[4], min[4];
+        fetch_ahead(from, 4 * size);
+        UNROLL for (int i = 0; i < 4; i++)
+            one_dot_256(type, from + i * size, q + (b + i) * 256, sum + (b + i) * 16, &dot[i], &min[i]);
+        __m128 scale = block_scales_256(from + scale_at(type), size, 4);
+        if (type == T_IQ2_XXS) scale = _mm_mul_ps(scale, _mm_set1_ps(0.125f));
+        const __m128 a = _mm_loadu_ps(d + b);
+        __m128 s = _mm_fmadd_ps(_mm_cvtepi32_ps(sum_each_256(dot)), _mm_mul_ps(scale, a), _mm_load_ps(acc + (b & 12)));
+        if (type_has_min(type)) {
+            const __m128 least = block_scales_256(from + scale_at(type) + 2, size, 4);
+            s = _mm_fnmadd_ps(_mm_cvtepi32_ps(sum_each_256(min)), _mm_mul_ps(least, a), s);
         }
-        const __m128 scale = _mm_mul_ps(block_scales_256(w + b * 66, 66, blocks), _mm_set1_ps(0.125f));
-        add_blocks_256(blocks, sum_each_256(dot), scale, d + b, acc + (b & 12));
+        _mm_store_ps(acc + (b & 12), s);
     }
     return join_256((floats256){_mm256_load_ps(acc), _mm256_load_ps(acc + 8)});
 }
 
 INLINE_256 void q256_tile_256(uint32_t type, TILE_ARGS) {
-    if (type == T_IQ2_XXS && m == 1)
-        for (int o = 0; o < n_out; o++) out[o] = iq2_row_256(n, w + (size_t)o * w_stride, x->q[0], x->d[0]);
-    else q256_rows_256(type, n, w, w_stride, n_out, x, m, out, ldo);
+    if (m > 1 || n % 1024) q256_rows_256(type, n, w, w_stride, n_out, x, m, out, ldo);
+    else
+        for (int o = 0; o < n_out; o++) out[o] = q256_row_256(type, n, w + (size_t)o * w_stride, x->q[0], x->sum[0], x->d[0]);
 }
 
 TILE_SET(avx2, TARGET_AVX2, float_tile_256, q32_tile_256, q256_tile_256)
