@@ -116,14 +116,17 @@ const char *ds4_last_error(void) { return last_error; }
 ds4_error_kind ds4_last_error_kind(void) { return last_kind; }
 const char *ds4_version(void) { return DS4_VERSION; }
 
-/* A test build (-DDS4_FAULTS) counts every request to the system and makes one of them fail, and counts blocks not freed. */
+/* A test build (-DDS4_FAULTS) counts every request to the system and makes one of them fail, and counts what is not freed. */
 #ifdef DS4_FAULTS
-static _Atomic long fault_countdown = -1, blocks_held;
+static _Atomic long fault_countdown = -1, blocks_held, bytes_held;
 static bool fault(void) { return atomic_fetch_sub(&fault_countdown, 1) == 0; }
-static void count_block(int by) { atomic_fetch_add(&blocks_held, by); }
+static void count_block(int by, size_t bytes) {
+    atomic_fetch_add(&blocks_held, by);
+    atomic_fetch_add(&bytes_held, by * (long)bytes);
+}
 #else
 static bool fault(void) { return false; }
-static void count_block(int by) { (void)by; }
+static void count_block(int by, size_t bytes) { (void)by, (void)bytes; }
 #endif
 
 enum { ALIGN = 64 };    /* a cache line, and the widest vector */
@@ -140,15 +143,19 @@ static void *mem_new(size_t bytes) {
     if (raw) {
         p = (void *)(((uintptr_t)raw + ALIGN) / ALIGN * ALIGN);
         ((void **)p)[-1] = raw;
+        ((size_t *)p)[-2] = bytes;
+        count_block(1, bytes);
     }
-    if (p) count_block(1);
-    else fail_as(DS4_NO_MEMORY, "out of memory: %zu bytes asked for", bytes);
+    if (!p) fail_as(DS4_NO_MEMORY, "out of memory: %zu bytes asked for", bytes);
     return p;
 }
 
+/* What was asked for. */
+static size_t mem_size(const void *p) { return p ? ((const size_t *)p)[-2] : 0; }
+
 static void mem_free(void *p) {
     if (!p) return;
-    count_block(-1);
+    count_block(-1, mem_size(p));
     free(((void **)p)[-1]);
 }
 
@@ -646,6 +653,10 @@ static void gguf_close(gguf *g) {
     mem_free(g->by_name);
     mem_free(g->path);
     mem_free(g);
+}
+
+static size_t gguf_memory(const gguf *g) {
+    return g ? mem_size(g->metas) + mem_size(g->tensors) + mem_size(g->by_name) + mem_size(g->path) + mem_size(g) : 0;
 }
 
 static int map_file(const char *path, mapping *out) {
@@ -3710,6 +3721,12 @@ static void tok_free(tokenizer *t) {
     mem_free(t);
 }
 
+static size_t tok_memory(const tokenizer *t) {
+    return t ? mem_size(t->index.text) + mem_size(t->index.slot) + mem_size(t->piece) + mem_size(t->arena) +
+                   mem_size(t->merges) + mem_size(t->controls) + mem_size(t)
+             : 0;
+}
+
 static int tok_check(const tok_source *src) {
     /* Files name the same split differently: it is the architecture's, and these are the names that were given to it. */
     static const char *const known[] = {"joyai-llm", "deepseek-v3", "deepseek-llm", "deepseek-v4"};
@@ -4923,6 +4940,11 @@ static void model_free(model *m) {
     mem_free(m);
 }
 
+static size_t model_memory(const model *m) {
+    size_t bytes = mem_size(m) + mem_size(m->layers) + mem_size(m->freq) + mem_size(m->freq_compressed);
+    return bytes + (size_t)m->owned_bytes + gguf_memory(m->file) + gguf_memory(m->head_file);
+}
+
 static model *model_load(const char *path, const char *head_path, bool internal_head) {
     model *m = mem_new(sizeof *m);
     if (!m) return NULL;
@@ -5439,6 +5461,7 @@ struct ds4_engine {
     int bos, eos;
     bool base_model;
     char *model_path, *head_path, *name;
+    int64_t table_bytes;
     pass_row *row_room; /* (rows,): the pass being put together */
     const float **stream_room;
     float *logits; /* (logit_rows, n_vocab): rows of several sessions, and of a draft step */
@@ -7683,11 +7706,14 @@ static int logit_rows(ds4_engine *e, int n) {
 
 static int session_slack(const ds4_engine *e) { return max_int(e->chunk, DS4_MAX_DRAFT + 1) + e->max_rewind; }
 
+/* What session_new will ask for. */
 static int64_t session_bytes(const ds4_engine *e, int ctx, int slack) {
     const config *c = &e->model->c;
-    int64_t bytes = (int64_t)(slack + min_int(c->window, ctx)) * (int64_t)e->sizes.streams * 4 +
-                    (int64_t)c->n_vocab * 4 * (DS4_MAX_DRAFT + 1) + (int64_t)ctx * 4 +
-                    (e->shortlist ? (int64_t)c->n_vocab * 4 + c->n_vocab / 8 : 0);
+    const int64_t V = c->n_vocab, rows = DS4_MAX_DRAFT + 1;
+    int64_t bytes = (int64_t)(sizeof(ds4_session) + sizeof(pace) + ((size_t)c->n_layers + 1) * sizeof(cache)) +
+                    (1 + slack + min_int(c->window, ctx)) * (int64_t)e->sizes.streams * 4 + V * 4 * rows + (ctx + rows) * 4 +
+                    (e->shortlist ? V * 4 + (V + 63) / 64 * 8 : 0) + (e->lookup ? lookup_bytes(ctx) : 0);
+    bytes += (int64_t)(e->by.gen.n_bias * sizeof(ds4_bias)) + (e->by.counts ? V * 4 : 0) + (e->by.draft_logits ? V * 4 * rows : 0);
     for (int i = 0; i <= c->n_layers; i++) {
         cache sizes = cache_sizes(c, c->ratio[i], ctx, slack);
         if (i < c->n_layers || e->model->has_head) bytes += cache_bytes(c, &sizes, e->kv_type);
@@ -7715,6 +7741,17 @@ static int limit_scratch(ds4_engine *e, int rows) {
     e->s.file_bytes = files;
     e->s.most = left / least * rows;
     return 0;
+}
+
+/* What the engine has beside scratch: the tokenizer's tables, small tensors as float32, what a pass and a draw are put together in. */
+static int64_t table_bytes(const ds4_engine *e) {
+    const void *parts[] = {
+        e,           e->dev.pool,    e->token_list, e->merge_list,  e->token_types, e->model_path,     e->head_path, e->name,
+        e->row_room, e->stream_room, e->cycles,     e->cycle_room,  e->candidates,  e->adjusted,       e->allowed,   e->weights,
+        e->logits,   e->listed,      e->costs,      e->by.gen.bias, e->by.counts,   e->by.draft_logits};
+    size_t bytes = model_memory(e->model) + tok_memory(e->tokens);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) bytes += mem_size(parts[i]);
+    return (int64_t)bytes;
 }
 
 static int engine_start(ds4_engine *e, const ds4_cfg *cfg) {
@@ -7748,6 +7785,7 @@ static int engine_start(ds4_engine *e, const ds4_cfg *cfg) {
         (e->shortlist && !(e->listed = mem_array((size_t)c->n_vocab, sizeof *e->listed))) ||
         sampler_new(&e->by, &cfg->gen, c->n_vocab))
         return -1;
+    e->table_bytes = table_bytes(e);
     if (e->progress) e->progress(e->callback_ctx, "load", 1, 1);
     return 0;
 }
@@ -7837,7 +7875,8 @@ ds4_info ds4_engine_info(const ds4_engine *e) {
                       .weight_bytes = m->weight_bytes,
                       .head_weight_bytes = m->head_weight_bytes,
                       .scratch_bytes = e->s.bytes,
-                      .session_bytes = session_bytes(e, e->ctx, session_slack(e)) + (e->lookup ? lookup_bytes(e->ctx) : 0)};
+                      .table_bytes = e->table_bytes,
+                      .session_bytes = session_bytes(e, e->ctx, session_slack(e))};
 }
 
 ds4_work ds4_engine_work(const ds4_engine *e) {

@@ -146,8 +146,10 @@ typedef struct {
     int bos, eos;                      /* -1: none */
     int64_t file_bytes, head_file_bytes;    /* of all parts */
     int64_t weight_bytes, head_weight_bytes;/* of the tensors used */
-    int64_t scratch_bytes;             /* of the engine, allocated */
-    int64_t session_bytes;             /* of one session with this cfg, when its context is full */
+    int64_t scratch_bytes;             /* allocated by the engine for its passes */
+    int64_t table_bytes;               /* and for all else: vocabulary, names, small tensors as float32. The weights are used where
+                                        * the files are mapped: there is no second copy of them */
+    int64_t session_bytes;             /* allocated by one session with this cfg; what its context does not reach stays untouched */
 } ds4_info;
 /* Sizes of an opened engine; pointers live as long as the engine. */
 ds4_info ds4_engine_info(const ds4_engine *engine);

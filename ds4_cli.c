@@ -1470,10 +1470,12 @@ static int run_inspect(const App *app) {
         print_bytes("head file, mapped", i->head_file_bytes);
         print_bytes("  its weights", i->head_weight_bytes);
     }
-    print_bytes("scratch", i->scratch_bytes);
+    print_bytes("scratch of a pass", i->scratch_bytes);
+    print_bytes("tables", i->table_bytes);
     char label[48];
     snprintf(label, sizeof label, "session of %d", i->ctx);
     print_bytes(label, i->session_bytes);
+    print_bytes("in all, beside files", i->scratch_bytes + i->table_bytes + i->session_bytes);
     printf("runs with %s kernels, %d threads, kv %s, passes of %d\n", i->isa, i->threads, kv_type_names[i->kv_type],
            i->prefill_chunk);
     if (app->opt.inspect_tensors) print_tensors(app);

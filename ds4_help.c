@@ -85,7 +85,7 @@ const char *const ds4_help_cli[] = {
 "      --bench-runs N     how often each is measured, 1 to 99; medians count (3)\n"
 "      --csv FILE         the figures of --bench, one a line (none)\n"
 "      --json FILE        the same as JSON (none)\n"
-"      --inspect          sizes, types, bytes and memory of the model and head, then ends\n"
+"      --inspect          sizes, types, and the memory that the model, head and a session (-c) need, then ends\n"
 "      --inspect-tensors  the same and every tensor\n"
 "  -q, --quiet            no notes and no progress bars (off); errors and warnings remain\n"
 "  -h, --help             this text\n"

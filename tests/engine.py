@@ -49,7 +49,7 @@ ffi.cdef(
 )
 FAULTS = os.environ.get("DS4_TEST_FAULTS") == "1"
 if FAULTS:
-    ffi.cdef("void hook_fault_set(long n); long hook_fault_left(void); long hook_blocks(void);")
+    ffi.cdef("void hook_fault_set(long n); long hook_fault_left(void); long hook_blocks(void); long hook_bytes(void);")
 lib: Any = ffi.dlopen(str(make("build/hooks_faults.so" if FAULTS else "build/hooks.so")))
 
 

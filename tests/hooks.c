@@ -91,13 +91,15 @@ void hook_stretch(ds4_session *s, int position) {
 }
 
 #ifdef DS4_FAULTS
-/* Makes the n-th request to the system from now fail (n < 0: none); what is left of the countdown; blocks not freed. */
+/* Makes the n-th request to the system from now fail (n < 0: none); what is left of the countdown; blocks not freed, and bytes. */
 void hook_fault_set(long n);
 long hook_fault_left(void);
 long hook_blocks(void);
+long hook_bytes(void);
 void hook_fault_set(long n) { atomic_store(&fault_countdown, n); }
 long hook_fault_left(void) { return atomic_load(&fault_countdown); }
 long hook_blocks(void) { return atomic_load(&blocks_held); }
+long hook_bytes(void) { return atomic_load(&bytes_held); }
 #endif
 
 /* ---- the sampler's law, without a model: logits that depend on the token before them ---- */

@@ -78,8 +78,11 @@ class Info:
     weight_bytes: int
     head_weight_bytes: int
     scratch_bytes: int
+    """Allocated by the engine for its passes."""
+    table_bytes: int
+    """And for all else: vocabulary, names, small tensors as float32. The weights are used where the files are mapped."""
     session_bytes: int
-    """Of one session, when its context is full."""
+    """Allocated by one session; what its context does not reach stays untouched."""
 
 
 @dataclass(frozen=True)
