@@ -201,6 +201,24 @@ def test_margin_unless_given() -> None:
         assert f"; margin {margin} held back" in result.stderr
 
 
+def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
+    """One line that says what could not be written, and no traceback; a closed standard output takes nothing from the answer."""
+    args = ["generate", "-m", "small", "-p", TEXT, "-n", "5", "-q"]
+    for path, word in (("none/s.json", "no such folder"), ("/dev/full", "No space left on device")):
+        assert process(*args, "--stats-json", path, status=1).stderr == f"Error: {path}: {word}\n"
+    command = [sys.executable, "-m", "ds4", *args]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+        assert (done.returncode, done.stderr) == (1, "Error: standard output: No space left on device\n")
+    done = subprocess.run(
+        [*command, "--stats-json", "s.json"], stderr=subprocess.PIPE, text=True, env=environment, check=False,
+        preexec_fn=lambda: os.close(1),
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads((tmp_path / "s.json").read_text())["generated_tokens"] == 5
+
+
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     args = ["generate", "-p", TEXT, "-n", 20, "--mtp-draft", 2, "--mtp-margin", 3]
     unset = run(*args)

@@ -374,7 +374,7 @@ _SHOWN = {i: "\ufffd" for i in [*range(0x20), *range(0x7F, 0xA0)] if chr(i) not 
 
 def put(text: str) -> None:
     """Generated text on standard output; a terminal gets no control characters."""
-    click.echo(text.translate(_SHOWN) if sys.stdout.isatty() else text, nl=False)
+    click.echo(text.translate(_SHOWN) if sys.stdout and sys.stdout.isatty() else text, nl=False)
 
 
 def put_stream(pieces: Iterator[Piece]) -> Completion:
@@ -477,7 +477,8 @@ class Main(click.Group):
         except (Error, OSError) as e:
             if isinstance(e, BrokenPipeError):
                 raise
-            raise click.ClickException(str(e)) from e
+            text = f"standard output: {e.strerror}" if isinstance(e, OSError) and e.filename is None else str(e)
+            raise click.ClickException(text) from e
         except KeyboardInterrupt:
             click.echo(err=True)
             ctx.exit(130)
@@ -556,8 +557,18 @@ def _stats_dict(engine: Engine, stats: Stats, done: Completion, ms: float) -> di
     }  # fmt: skip
 
 
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A failed write does not say of itself what it wrote to."""
+    try:
+        yield
+    except OSError as e:
+        raise click.ClickException(f"{path}: {e.strerror}") from e
+
+
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    with _naming(path):
+        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 CHAT_HELP = """\
@@ -843,7 +854,7 @@ def bench(
     )
     click.echo(f"{head}; medians of {result['runs']}\n\n{b.table(result)}", nl=False)
     if csv_file is not None:
-        with csv_file.open("w", newline="", encoding="utf-8") as f:
+        with _naming(csv_file), csv_file.open("w", newline="", encoding="utf-8") as f:
             _write_csv(f, b.COLUMNS, b.rows(result))
     if json_file is not None:
         _write_json(json_file, result)
