@@ -84,9 +84,28 @@ def batch(e, sessions):
     return [list(room[0 : item.n]) for item, room in zip(items, outs) if item.max]
 
 
+def drafters(s):
+    "Lookups, the head and the depth that pays, on and off and on again: what was in force stays when one is refused."
+    repeated, before = prompt[:20] * 2, s.stats.lookup_drafted
+    s.rewind(0)
+    s.eval(repeated)
+    s.set_mtp(4, 0.0)
+    lib.ds4_session_set_head(s.p, False)
+    attempt(lambda: s.set_lookup(9))
+    tokens = s.step(prompt[0], 5)
+    assert s.stats.lookup_drafted == before + 4, "no lookups"
+    attempt(lambda: s.set_lookup(0))
+    engine.check(lib.ds4_session_set_head(s.p, True))
+    s.set_mtp(-1, 0.0)
+    s.costs(1.0, 0.01, 0.01, 0.01)
+    tokens += s.generate(6)
+    rows = s.draft(s.argmax(), 2)
+    return tokens + s.verify_logits(s.argmax(), rows, 3) + s.generate(4)
+
+
 def scenario():
     "All that a user does; after a failure of a call the others go on and must give what they always give."
-    e = attempt(lambda: Engine(tiny / "target.gguf", tiny / "head-ds4.gguf", mtp_draft=2, mtp_margin=0.0, draft_lookup=3, threads=2, ctx=128, prefill_chunk=32), "target.gguf", "head-ds4.gguf")
+    e = attempt(lambda: Engine(tiny / "target.gguf", tiny / "head-ds4.gguf", mtp_draft=2, mtp_margin=0.0, mtp_shortlist=20, draft_lookup=3, threads=2, ctx=128, prefill_chunk=32), "target.gguf", "head-ds4.gguf")
     if e is None:
         return
     text_calls(e)
@@ -110,6 +129,7 @@ def scenario():
                 results[f"sampled {{scheme}}"] = sampled(f, scheme)
         if small is not None:
             results["batch"] = batch(e, [s, small])
+        results["drafters"] = drafters(s)
     for name, got in results.items():
         assert expected is None or got in (None, expected[name]), name
     e.close()

@@ -183,28 +183,46 @@ def test_work_is_saved(data: Path) -> None:
         assert session.stats.lookup_drafted == before
 
 
-def test_the_likelier_drafts(data: Path) -> None:
-    """With a head that is always wrong, the lookup drafts; with a drafter that is always right and a lookup that is not, the
-    drafter."""
-    model, head = data / "tiny/target.gguf", data / "tiny/head-ds4.gguf"
-    prompt, text = sure(model)
-    with Engine(model, head, threads=1) as engine:
+def test_the_likelier_drafts() -> None:
+    """Beside a drafter that is always wrong the lookup drafts, in a text that repeats itself; beside one that is always right it does
+    not, unless `auto` saves the drafter's steps by it."""
+    with Engine(ROOT / "models/small.gguf", ROOT / "models/small-mtp.gguf", threads=1) as engine:
+        prompt = [0, *(int(x) for x in np.random.default_rng(1).integers(10, 2048, 100))]  # it soon turns in a circle
+        text = start(engine, prompt, 0, 0).generate(200)
         for draft in (3, -1):
-            looped = start(engine, prompt, draft, 6)
-            looped.script(np.array([*prompt, *text] + [0] * 20), 0)
-            out: list[int] = []
-            while len(out) < 150:
-                looped.costs(1.0, 0.1)
-                out += looped.step(looped.argmax(), 150 - len(out))
-            assert out == text[:150]
-            right = start(engine, prompt, draft, 6)
-            right.script(np.array([*prompt, *text] + [0] * 20))
-            out = []
-            while len(out) < 150:
-                right.costs(1.0, 0.1)
-                out += right.step(right.argmax(), 150 - len(out))
-            assert out == text[:150] and right.stats.passes < 60
-            assert right.stats.lookup_drafted - right.stats.lookup_accepted < 30
+            for wrong in (0, -1):
+                s, out = start(engine, prompt, draft, 4), list[int]()
+                s.script(np.array([*prompt, *text, *[0] * 20]), wrong)
+                while len(out) < 200:
+                    s.costs(1.0, 0.1)
+                    out += s.step(s.argmax(), 200 - len(out))
+                assert out == text and s.stats.passes < 110
+                if wrong == 0:
+                    assert sum(s.stats.accepted) == s.stats.lookup_accepted > 100
+                elif draft == 3:
+                    assert s.stats.lookup_drafted < 30
+
+
+def test_lookups_that_are_refused() -> None:
+    """`auto` stops drafting what the text promises when the model does not choose it."""
+    with Engine(ROOT / "models/small.gguf", threads=1) as engine:
+        prompt = [0, *(int(x) for x in np.random.default_rng(2).integers(10, 2048, 40))] * 2
+        s = start(engine, prompt, -1, 8)
+        for _ in range(100):
+            s.costs(1.0, 0.3)
+            s.step(s.tokens[-41], 17)
+        assert s.stats.lookup_accepted < 10 and 0 < s.stats.lookup_drafted < 60
+
+
+def test_collisions() -> None:
+    """N-grams that share a chain are told apart."""
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        text = [int(t) for t in rng.integers(0, 40, 60)]
+        index = Index(3, 64)
+        index.add(text)
+        for last in range(40):
+            assert index.find(last) == search(text, last, 3), (text, last)
 
 
 def test_a_step_that_is_cut_short(data: Path) -> None:
@@ -224,3 +242,67 @@ def test_a_step_that_is_cut_short(data: Path) -> None:
             out += got
         assert cut > 5 and out == text[: len(out)]
         assert session.stats.emitted == len(out) and session.stats.lookup_accepted == sum(session.stats.accepted)
+
+
+class Watched:
+    """A session that only lookups draft for, and what they should draft, by a search of its text."""
+
+    def __init__(self, engine: Engine, session: Session, longest: int, depth: int) -> None:
+        self.engine, self.session, self.longest, self.depth = engine, session, longest, depth
+        self.guessed = 0
+        session.set_lookup(longest)
+        session.set_mtp(depth, 0)
+
+    def copy(self, session: Session) -> Watched:
+        other = Watched.__new__(Watched)
+        other.__dict__ |= self.__dict__ | {"session": session}
+        return other
+
+    def step(self, stops: list[int], token: int | None = None) -> list[int]:
+        """A step; what it drafts, and how many, is what the search finds, up to a stop token."""
+        s, before = self.session, self.session.stats.lookup_drafted
+        if token is None:  # a text that repeats itself, whatever the model makes of it
+            token = s.tokens[-41] if s.position > 41 else s.argmax()
+        length, guesses = search(s.tokens, token, self.longest)
+        guesses = guesses[: self.depth] if length else []
+        guesses = guesses[: next((i for i, g in enumerate(guesses) if g in stops), len(guesses))]
+        self.engine.lines.clear()
+        out = s.step(token, 20)
+        drafts = [int(line.split("draft ")[1].split()[0]) for line in self.engine.lines]
+        assert drafts == guesses[: len(drafts)] and s.stats.lookup_drafted - before == len(guesses)
+        assert not set(out[1:]) & set(stops)
+        self.guessed += len(guesses)
+        return out
+
+
+@pytest.mark.parametrize("longest", [1, 3])
+def test_what_is_drafted(longest: int) -> None:
+    """By steps, and after parts kept of them, rewinds, another text, forks and loads: what a search of the text finds."""
+    rng = np.random.default_rng(longest)
+    with Engine(ROOT / "models/small.gguf", conf_log=True, max_rewind=100, threads=1) as engine:
+        prompt = [0, *(int(x) for x in rng.integers(10, 2048, 40))] * 2
+        stops = [prompt[20], prompt[33]]
+        watched = Watched(engine, engine.session(), longest, 5)
+        watched.session.set_stops(stops, True)
+        watched.session.eval(prompt)
+        for turn in range(40):
+            s = watched.session
+            out = watched.step(stops)
+            if turn % 7 == 3 and len(out) > 1:
+                s.keep(1)
+            if turn % 7 == 4:  # what is written anew repeats itself: its newest matches are where other tokens were
+                again = rng.integers(10, 2048, 4).tolist()
+                s.rewind(s.position - 9)
+                s.eval(again * 2)
+                watched.step(stops, again[0])
+            if turn % 7 == 5:
+                watched = watched.copy(s.fork())
+            if turn % 7 == 6:
+                other = engine.session()
+                other.set_stops(stops, True)
+                other.eval(rng.integers(10, 2048, 300))
+                loaded = Watched(engine, other, longest, 5)
+                loaded.step(stops)
+                other.load(s.save())
+                loaded.guessed, watched = watched.guessed, loaded
+        assert watched.guessed > 60

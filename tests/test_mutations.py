@@ -1,8 +1,8 @@
-"""Tests of the tests: faults planted in the engine must be caught by the comparison with plain decoding.
+"""Tests of the tests: faults planted in the engine must be caught by the tests that are there for them.
 
 A mutant is a line of ds4.c and what stands there instead. All of them are built into one library, which does as ds4.c does
 until a mutant's number is set; each is checked alone, in a process of its own, by the checks of test_state.py in small; those of
-`auto`, which change no text, by checks of test_auto.py. A line that is no longer there fails too: then the mutant has to follow
+`auto` and of lookups, which change no text, by tests of theirs. A line that is no longer there fails too: then the mutant has to follow
 the code.
 """
 
@@ -110,7 +110,106 @@ AUTO_MUTANTS = {
     "auto: a disturbed pass believed for long": ("n < COST_TRUSTED ? COST_DOUBTED : COST_FRESH", "COST_FRESH"),
     "auto: forgets what it measured": ("n < COST_TRUSTED ? COST_DOUBTED : COST_FRESH", "COST_DOUBTED"),
 }
-ALL = MUTANTS | AUTO_MUTANTS
+
+# Lookups change no text, so plain decoding does not tell: each of these must fail the tests of test_lookup.py that it names.
+LOOKUP: dict[str, tuple[str, str, str]] = {
+    "no lookup mutant": ("", "", ""),
+    "n-grams of the token before": (
+        "lookup_slot(l, tokens, p, tokens[p])",
+        "lookup_slot(l, tokens, p, tokens[p - 1])",
+        "index",
+    ),
+    "a chain not taken back": (
+        "if (l->slot[p] >= 0) l->table[l->slot[p]] = l->before[p];",
+        "if (l->slot[p] >= 0) l->table[l->slot[p]] = 0;",
+        "index",
+    ),
+    "the oldest of equal matches": (
+        "if (length < l->least || length <= best) continue;",
+        "if (length < l->least || length < best) continue;",
+        "index",
+    ),
+    "matches shorter than they may be": (
+        "if (length < l->least || length <= best) continue;",
+        "if (length <= best) continue;",
+        "collisions",
+    ),
+    "matches longer than asked for": (
+        "while (length && length < l->longest && length <= p && tokens[p - length] == tokens[n - length]) length++;",
+        "while (length && length <= l->longest && length <= p && tokens[p - length] == tokens[n - length]) length++;",
+        "index",
+    ),
+    "what matched, not what followed": ("*next = p + 1;", "*next = p;", "index long_texts periods what_is_drafted"),
+    "a guess that does not go on": ("out[next - l->n - 1]", "last", "index periods"),
+    "the index left at a rewind": (
+        "if (s->lookup) lookup_drop(s->lookup, s->position);",
+        "(void)0;",
+        "what_is_drafted",
+    ),
+    "the index left at a load": ("if (s->lookup) lookup_drop(s->lookup, 0);", "(void)0;", "what_is_drafted"),
+    "the newest token not indexed": (
+        "lookup_add(s->lookup, s->tokens, s->position);",
+        "lookup_add(s->lookup, s->tokens, s->position - 1);",
+        "what_is_drafted",
+    ),
+    "guesses beyond a stop token": (
+        "c->guesses < c->room && !ds4_session_is_stop(s, c->guess[c->guesses])",
+        "c->guesses < c->room",
+        "what_is_drafted",
+    ),
+    "a fork without lookups": (
+        "!ds4_session_set_lookup(copy, s->lookup ? s->lookup->longest : 0)",
+        "true",
+        "what_is_drafted",
+    ),
+    "the less likely drafts": (
+        "lookup_chance(s->pace, c->match, 0) > c->w.place[0]",
+        "lookup_chance(s->pace, c->match, 0) <= c->w.place[0]",
+        "the_likelier_drafts",
+    ),
+    "lookups that never learn": (
+        "records_add(p->match[i > 0], PACE_MATCHES, match_class(length), i < hits);",
+        "records_add(p->match[i > 0], PACE_MATCHES, match_class(length), true);",
+        "lookups_that_are_refused",
+    ),
+    "drafts counted that were only guessed": (
+        "s->stats.lookup_accepted += taken;",
+        "s->stats.lookup_accepted += c->guesses;",
+        "the_text_is_plain",
+    ),
+    "accepted drafts counted that were given back": (
+        "if (s->step_lookup) s->stats.lookup_accepted -= dropped;",
+        "(void)0;",
+        "a_step_that_is_cut_short",
+    ),
+    "lookups that stay when turned off": (
+        "lookup_free(s->lookup);\n    s->lookup = l;",
+        "if (l) { lookup_free(s->lookup); s->lookup = l; }",
+        "work_is_saved",
+    ),
+}
+
+# What runs against a lookup mutant: the tests that it names, or all of them against none.
+LOOKUP_CHECK = """
+import sys
+sys.path[:0] = [{tests!r}, {python!r}]
+import conftest
+from pathlib import Path
+conftest.make = lambda target: Path({library!r})
+import engine, test_lookup
+engine.ffi.cdef("extern int hook_mutant;")
+engine.lib.hook_mutant = {number}
+data = Path({tests!r}) / "data"
+arguments = {{"what_is_drafted": (3,), "the_text_is_plain": (data, "tiny"), "work_is_saved": (data,),
+             "a_step_that_is_cut_short": (data,)}}
+names = {names!r}.split() or ["index", "collisions", "long_texts", "periods", "the_likelier_drafts", "lookups_that_are_refused", *arguments]
+for name in names:
+    try:
+        getattr(test_lookup, "test_" + name)(*arguments.get(name, ()))
+        print(name, "passed")
+    except Exception:
+        print(name, "failed")
+"""
 
 # What runs against a mutant, in a process of its own. The depths and places are few: a fault that shows only by luck would
 # have to be caught by the full tests.
@@ -214,7 +313,7 @@ print("all equal")
 def planted(source: str) -> str:
     """ds4.c with every mutant in it, each behind its number."""
     by_line: dict[str, list[tuple[int, str]]] = {}
-    for number, (old, new) in enumerate(ALL.values()):
+    for number, (old, new, *_) in enumerate(ALL.values()):
         if old:
             by_line.setdefault(old, []).append((number, new))
     for old, mutants in by_line.items():
@@ -228,6 +327,9 @@ def planted(source: str) -> str:
                 text = f"(hook_mutant == {number} ? ({new}) : {text})"
         source = source.replace(old, text)
     return "int hook_mutant;\n" + source
+
+
+ALL = MUTANTS | AUTO_MUTANTS | LOOKUP
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +348,7 @@ def library(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp / "hooks.so"
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*MUTANTS, *AUTO_MUTANTS])
 def test_mutant_is_caught(root: Path, library: Path, name: str) -> None:
     line = ALL[name][0]
     assert not line or (root / "ds4.c").read_text().count(line) == 1, f"gone or not unique: {line}"
@@ -263,3 +365,22 @@ def test_mutant_is_caught(root: Path, library: Path, name: str) -> None:
     else:
         assert done.returncode != 0, f"nothing noticed: {name}"
         assert "AssertionError" in done.stderr or "engine.Failed: non-finite" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", LOOKUP)
+def test_lookup_mutant_is_caught(root: Path, library: Path, name: str) -> None:
+    line, _, names = LOOKUP[name]
+    assert not line or (root / "ds4.c").read_text().count(line) == 1, f"gone or not unique: {line}"
+    code = LOOKUP_CHECK.format(
+        tests=str(root / "tests"),
+        python=str(root / "python"),
+        library=str(library),
+        number=list(ALL).index(name),
+        names=names,
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    verdicts = dict(line.split() for line in done.stdout.splitlines())
+    if line:
+        assert verdicts == dict.fromkeys(names.split(), "failed"), done.stdout + done.stderr
+    else:
+        assert len(verdicts) == 10 and set(verdicts.values()) == {"passed"}, done.stdout + done.stderr
