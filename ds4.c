@@ -2104,10 +2104,10 @@ INLINE_256 void eight_dots_256(uint32_t type, const int J, const uint8_t *w, con
                                                                  _mm256_permute2x128_si256(quad[j][0], quad[j][1], 0x31));
 }
 
-/* Few rows of activations, J of them, of n values in natural order: rows of weights are read from end to end, and nothing of them
- * is put in another order. Groups of 8 blocks are the lower and the upper lanes in turn; n is a multiple of 256. */
-INLINE_256 void q32_row_256(uint32_t type, const int J, int64_t n, const uint8_t *w, const int8_t *q, const tile_acts *x,
-                            float *out, size_t ldo) {
+/* Few rows of activations, J of them from row j on, of n values in natural order: rows of weights are read from end to end, and
+ * nothing of them is put in another order. Groups of 8 blocks are the lower and the upper lanes in turn; n is a multiple of 256. */
+INLINE_256 void q32_rows_in_order_256(uint32_t type, const int J, int64_t n, const uint8_t *w, const int8_t *q,
+                                      const tile_acts *x, int j0, float *out, size_t ldo) {
     __m256 acc[4][2];
     UNROLL for (int j = 0; j < J; j++) acc[j][0] = acc[j][1] = _mm256_setzero_ps();
     for (int64_t b = 0; b < n / 32; b += LANES) UNROLL for (int h = 0; h < 2; h++) {
@@ -2119,11 +2119,19 @@ INLINE_256 void q32_row_256(uint32_t type, const int J, int64_t n, const uint8_t
             __m256i dot[4];
             eight_dots_256(type, J, from, q + 32 * at, n, dot);
             UNROLL for (int j = 0; j < J; j++) {
-                if (type != T_Q8_0) dot[j] = _mm256_add_epi32(dot[j], excess_256(type, 8, x->sum[j] + 2 * at));
-                acc[j][h] = add_lanes_256(8, dot[j], scale, x->d[j] + at, acc[j][h]);
+                if (type != T_Q8_0) dot[j] = _mm256_add_epi32(dot[j], excess_256(type, 8, x->sum[j0 + j] + 2 * at));
+                acc[j][h] = add_lanes_256(8, dot[j], scale, x->d[j0 + j] + at, acc[j][h]);
             }
         }
-    UNROLL for (int j = 0; j < J; j++) out[(size_t)j * ldo] = join_256((floats256){acc[j][0], acc[j][1]});
+    UNROLL for (int j = 0; j < J; j++) out[(size_t)(j0 + j) * ldo] = join_256((floats256){acc[j][0], acc[j][1]});
+}
+
+INLINE_256 void q32_row_256(uint32_t type, int J, int64_t n, const uint8_t *w, const int8_t *q, const tile_acts *x, int j,
+                            float *out, size_t ldo) {
+    if (J == 1) q32_rows_in_order_256(type, 1, n, w, q, x, j, out, ldo);
+    else if (J == 2) q32_rows_in_order_256(type, 2, n, w, q, x, j, out, ldo);
+    else if (J == 3) q32_rows_in_order_256(type, 3, n, w, q, x, j, out, ldo);
+    else q32_rows_in_order_256(type, 4, n, w, q, x, j, out, ldo);
 }
 
 /* A tile of quantised weights by the function `chunk`, which takes one or two of its rows. */
@@ -2178,8 +2186,8 @@ INLINE_256 void natural_order_256(int64_t n, const int8_t *q, int8_t *to) {
 }
 
 INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
-    enum { MOST = 16384 };
-    const int few = type == T_Q8_0 ? 4 : 1; /* the others' order costs less, and they wait less for memory */
+    enum { MOST = 32768 };
+    const int few = type == T_Q8_0 ? 7 : 1; /* the others' order costs less, and they wait less for memory */
     if (m > few || m * n > MOST || n % 256) {
         q32_rows_256(type, n, w, w_stride, n_out, x, m, out, ldo);
         return;
@@ -2187,10 +2195,7 @@ INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
     int8_t q[MOST];
     for (int j = 0; j < m; j++) natural_order_256(n, x->q[j], q + j * n);
     for (int o = 0; o < n_out; o++, w += w_stride)
-        if (m == 1) q32_row_256(type, 1, n, w, q, x, out + o, ldo);
-        else if (m == 2) q32_row_256(type, 2, n, w, q, x, out + o, ldo);
-        else if (m == 3) q32_row_256(type, 3, n, w, q, x, out + o, ldo);
-        else q32_row_256(type, 4, n, w, q, x, out + o, ldo);
+        for (int j = 0; j < m; j += 4) q32_row_256(type, m - j < 4 ? m - j : 4, n, w, q + j * n, x, j, out + o, ldo);
 }
 
 /* A block of 256 weights in the order of act_offset, half of each part at a time: unsigned bytes (Q3_K: 4 too large, Q6_K: 32);
