@@ -1538,7 +1538,7 @@ ALWAYS_INLINE int64_t argmax_body(int64_t n, const float *x) {
 
 /* A product is computed in tiles: the weight rows w + o*w_stride, o < n_out, against the m activation rows of x, into
  * out[j*ldo + o]. What is unpacked of the weights serves all rows of a tile. */
-#define TILE 16
+#define TILE 32
 typedef struct {
     const float *f[TILE];
     const int8_t *q[TILE];
@@ -1618,14 +1618,14 @@ enum { AHEAD = 4096 };
 ALWAYS_INLINE void fetch_ahead(const uint8_t *w, int64_t size) { fetch(w, AHEAD, size); }
 
 /* The products of all rows, tile by tile: few weight rows at a time, so that they stay in the first cache while the
- * activations pass, and a tile of activations in the second. */
-static void mat_tiles(tile_fn *tile, int block, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,
-                      const int32_t *rows, int m, float *out, size_t ldo) {
-    const int step = m <= TILE ? n_out : 8;
+ * activations pass, and a tile of at most `most` rows of activations in the second. */
+static void mat_tiles(tile_fn *tile, int most, int block, int64_t n, const uint8_t *w, size_t w_stride, int n_out,
+                      const acts *x, const int32_t *rows, int m, float *out, size_t ldo) {
+    const int step = m <= most ? n_out : 8;
     for (int o = 0; o < n_out; o += step)
-        for (int j = 0; j < m; j += TILE) {
+        for (int j = 0; j < m; j += most) {
             tile_acts t = {0};
-            const int count = m - j < TILE ? m - j : TILE;
+            const int count = m - j < most ? m - j : most;
             for (int k = 0; k < count; k++) {
                 const int64_t r = rows ? rows[j + k] : j + k;
                 if (block == 1) {
@@ -3246,10 +3246,11 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
 /* ---- 4.10 One set of functions for each instruction set ----------------------------------------------------------- */
 
 /* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them. */
-#define KERNEL_SET(isa, attr, quantise_32, load_f16, store_f16, mix)                                                           \
+#define KERNEL_SET(isa, attr, most, quantise_32, load_f16, store_f16, mix)                                                     \
     attr static void mat_##isa(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,          \
                                const int32_t *rows, int m, float *out, size_t ldo) {                                           \
-        mat_tiles(tile_for(&tiles_##isa, type), type_find(type)->block, n, w, w_stride, n_out, x, rows, m, out, ldo);          \
+        const int block = type_find(type)->block;                                                                              \
+        mat_tiles(tile_for(&tiles_##isa, type), block == 256 ? most : 16, block, n, w, w_stride, n_out, x, rows, m, out, ldo); \
     }                                                                                                                          \
     attr static void quantise_##isa(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum) {             \
         if (kind == ACT_Q32) quantise_32(n, x, q, d, sum);                                                                     \
@@ -3310,12 +3311,12 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
         all_finite_##isa,                                                                                                      \
     };
 
-KERNEL_SET(scalar, , quantise_32_body, f16_load_body, f16_store_body, mix_body)
+KERNEL_SET(scalar, , 16, quantise_32_body, f16_load_body, f16_store_body, mix_body)
 #ifdef KERNELS_X86
-KERNEL_SET(avx2, TARGET_AVX2, quantise_32_256, load_f16_256, store_f16_256, mix_256)
-KERNEL_SET(avx512, TARGET_AVX512, quantise_32_256, load_f16_256, store_f16_256, mix_512)
+KERNEL_SET(avx2, TARGET_AVX2, TILE, quantise_32_256, load_f16_256, store_f16_256, mix_256)
+KERNEL_SET(avx512, TARGET_AVX512, 16, quantise_32_256, load_f16_256, store_f16_256, mix_512)
 #elif defined(KERNELS_ARM)
-KERNEL_SET(neon, TARGET_NEON, quantise_32_body, load_f16_neon, store_f16_neon, mix_body)
+KERNEL_SET(neon, TARGET_NEON, 16, quantise_32_body, load_f16_neon, store_f16_neon, mix_body)
 #endif
 
 /* ---- 4.11 The dispatch table -------------------------------------------------------------------------------------- */
@@ -7718,7 +7719,8 @@ static int64_t session_bytes(const ds4_engine *e, int ctx, int slack) {
     int64_t bytes = (int64_t)(sizeof(ds4_session) + sizeof(pace) + ((size_t)c->n_layers + 1) * sizeof(cache)) +
                     (1 + slack + min_int(c->window, ctx)) * (int64_t)e->sizes.streams * 4 + V * 4 * rows + (ctx + rows) * 4 +
                     (e->shortlist ? V * 4 + (V + 63) / 64 * 8 : 0) + (e->lookup ? lookup_bytes(ctx) : 0);
-    bytes += (int64_t)(e->by.gen.n_bias * sizeof(ds4_bias)) + (e->by.counts ? V * 4 : 0) + (e->by.draft_logits ? V * 4 * rows : 0);
+    bytes +=
+        (int64_t)(e->by.gen.n_bias * sizeof(ds4_bias)) + (e->by.counts ? V * 4 : 0) + (e->by.draft_logits ? V * 4 * rows : 0);
     for (int i = 0; i <= c->n_layers; i++) {
         cache sizes = cache_sizes(c, c->ratio[i], ctx, slack);
         if (i < c->n_layers || e->model->has_head) bytes += cache_bytes(c, &sizes, e->kv_type);
