@@ -6684,7 +6684,7 @@ static void head_catch_up(ds4_session *s, int to) {
  * another), or only once or twice and not just now (it may have been disturbed), counts as unknown and is guessed from its
  * neighbours, low rather than high: so it is tried, and known. */
 
-enum { COST_KEPT = 15, COST_TRUSTED = 3, COST_FRESH = 512, COST_DOUBTED = 32 };
+enum { COST_KEPT = 15, COST_TRUSTED = 3, COST_FRESH = 192, COST_DOUBTED = 32 };
 enum { COST_KNOTS = DS4_MAX_DRAFT + 9, COST_FIRST = COST_KNOTS, COST_BACK, COST_MORE, COST_SLOTS };
 
 static const int cost_rows[COST_KNOTS] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10,  11,  12, 13,

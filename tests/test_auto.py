@@ -184,6 +184,16 @@ def test_it_comes_back(machine: Machine) -> None:
         assert world.ms < 240 * machine.passes[0]
 
 
+def test_a_machine_that_was_busy() -> None:
+    """Rows that were measured beside another program are measured again: within 200 passes it drafts."""
+    for seed in range(3):
+        world = World(Machine([100.0] + [500.0] * 16, 2, 2), seed, known=True)
+        assert sum(world.run(flat(0.9), 100).depths) <= 2
+        world.machine = LARGE
+        world.run(flat(0.9), 600)
+        assert len(world.depths) < 300 and np.mean(world.depths[-30:]) > 4
+
+
 def test_no_flapping() -> None:
     """Around the break-even acceptance it neither loses nor changes its mind all the time."""
     at = (SMALL.passes[1] + SMALL.first) / SMALL.passes[0] - 1
