@@ -502,6 +502,19 @@ static void read_biases(Options *opt) {
     opt->cfg.gen.n_bias = n;
 }
 
+/* No file is written twice: the second text would lie over the first, or over a saved session. Devices may be. */
+static void check_outputs(const Options *opt) {
+    const struct {
+        const char *name, *path;
+    } out[] = {{"--session", opt->session},    {"--stats-json", opt->stats_json},        {"--dump-logprobs", opt->logprobs},
+               {"--dump-logits", opt->logits}, {"--dump-head-logits", opt->head_logits}, {"--csv", opt->csv},
+               {"--json", opt->json}};
+    for (size_t i = 0; i < sizeof out / sizeof *out; i++)
+        for (size_t j = 0; j < i; j++)
+            if (out[i].path && out[j].path && !strcmp(out[i].path, out[j].path) && strncmp(out[i].path, "/dev/", 5))
+                misuse("%s and %s: both would write %s", out[j].name, out[i].name, out[i].path);
+}
+
 /* Combinations that cannot be meant. */
 static void check_options(const Options *opt) {
     bool head = opt->cfg.mtp_path || opt->cfg.mtp_internal;
@@ -517,6 +530,7 @@ static void check_options(const Options *opt) {
         misuse("--inspect, --dump-tokens, logits, --perplexity-file and --bench: only one at a time");
     if (opt->perplexity && has_prompt(opt)) misuse("--perplexity-file takes no prompt");
     check_bench(opt);
+    check_outputs(opt);
     if (opt->session && (opt->dump_tokens || dumps_logits(opt) || opt->perplexity))
         misuse("--session: not with --dump-tokens, --dump-logits, --dump-head-logits or --perplexity-file");
     if (opt->head_logits && !head) misuse("--dump-head-logits needs a head: --mtp FILE or --glm-mtp");
@@ -1670,7 +1684,7 @@ static void bench_plan(Bench *b, const Ids *prompt) {
              ctx);
     bench_add(b, 0, 0);
     bool given = app->opt.cfg.mtp_margin != DS4_MARGIN_AUTO;
-    for (int m = 0; m < 2; m++) {
+    for (int m = app->opt.cfg.gen.temperature > 0; m < 2; m++) {     /* drawn text knows no margin: once is enough */
         float margin = m ? 0 : given ? app->opt.cfg.mtp_margin : 3;
         for (int i = 0; i < BENCH_DEPTHS; i++) bench_add(b, bench_depths[i], margin);
         if (given || margin == 0) bench_add(b, DS4_DRAFT_AUTO, margin);

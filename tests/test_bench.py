@@ -142,7 +142,8 @@ def test_sampled(ds4: Path, small: list[str], tmp_path: Path) -> None:
     run(ds4, *small, *text, "--stats-json", tmp_path / "s.json")
     stats = json.loads((tmp_path / "s.json").read_text())
     sweep = json.loads((tmp_path / "b.json").read_text())["sweep"]
-    (cell,) = (c for c in sweep if c["draft"] == "2" and c["margin"] == 0)
+    assert [(c["draft"], c["margin"]) for c in sweep] == [(str(d), 0) for d in ["plain", *DEPTHS, "auto"]]  # no margin holds for it
+    (cell,) = (c for c in sweep if c["draft"] == "2")
     assert (cell["tokens"], cell["passes"]) == (stats["emitted"], stats["cycles"]) and cell["accepted"] == sum(
         stats["accepted"]
     )

@@ -171,6 +171,8 @@ def plain(cli: Cli) -> bytes:
         (["--perplexity-file", "f", "-p", "a"], ["--perplexity-file"]),
         (["--session", "f", "--dump-logits", "g", "-p", "a"], ["--session", "--dump-logits"]),
         (["--dump-head-logits", "f", "-p", "a"], ["--dump-head-logits", "--mtp"]),
+        (["--session", "f", "--stats-json", "f", "-p", "a"], ["--session", "--stats-json", "write f"]),
+        (["--bench", "--csv", "f", "--json", "f"], ["--csv", "--json", "write f"]),
     ],
 )
 def test_misuse_is_one_line_and_status_2(cli: Cli, args: list[str], words: list[str]) -> None:
