@@ -86,6 +86,7 @@ def test_version() -> None:
         (["generate", "--temp", "101", "-p", "x"], "is not in the range"),
         (["generate", "--temp", "nan", "-p", "x"], "nan is not in the range"),
         (["generate", "--mtp-margin", "nan", "-p", "x"], "nan is not in the range"),
+        (["bench", "--csv", "f", "--json", "f"], "more than one would write"),
         (["generate", "--stop", "", "-p", "x"], "expected some text"),
         (["generate", "--threads", "257", "-p", "x"], "257 is not in the range"),
         (["generate", "--mtp-draft", "17", "-p", "x"], "17 is not in the range"),

@@ -832,6 +832,10 @@ def bench(
     """
     from ds4 import bench as b
 
+    outputs = [path.absolute() for path in (csv_file, json_file, plot) if path is not None]
+    for path in outputs:
+        if outputs.count(path) > 1 and not path.is_relative_to("/dev"):
+            raise click.UsageError(f"--csv, --json and --plot: more than one would write {path}")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException("--plot needs matplotlib: pip install 'ds4[plot]'")
     if earlier is not None:

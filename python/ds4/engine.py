@@ -19,7 +19,20 @@ import numpy.typing as npt
 from ds4 import errors, generation, registry
 from ds4._ds4 import ffi, lib
 from ds4._native import MAX_DRAFT, EngineHandle, Log, Mask, MaskCall, Progress, SessionHandle, check, last_error, owned, text_of
-from ds4.generation import AUTO, LOOKUP, Completion, Depth, Gen, Logprob, Options, Piece, Settings, depth_of, margin_of
+from ds4.generation import (
+    AUTO,
+    LOOKUP,
+    Completion,
+    Depth,
+    Gen,
+    Logprob,
+    Options,
+    Piece,
+    Settings,
+    depth_of,
+    lookup_of,
+    margin_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -283,7 +296,7 @@ class Engine:
         cfg.model_path, cfg.isa = texts[0], texts[2]
         if mtp:
             cfg.mtp_path = texts[1]
-        cfg.mtp_draft, cfg.draft_lookup = depth_of(speculative_depth), draft_lookup
+        cfg.mtp_draft, cfg.draft_lookup = depth_of(speculative_depth), lookup_of(draft_lookup)
         if shortlist is not None:
             cfg.mtp_shortlist = shortlist
         cfg.mtp_internal, cfg.mtp_margin, cfg.kv_type = mtp_internal, margin_of(margin), _KV_TYPES[kv_type]
@@ -664,7 +677,8 @@ class Session:
     ) -> None:
         """Tokens drafted a cycle, 0 (off) to 16 or "auto"; the margin, who drafts, and lookups as in `Options` (None: as it is).
         More than 0 needs a head, or something else that drafts."""
-        change: dict[str, Any] = {"margin": None if margin is None else margin_of(margin), "draft_core": draft_core, "lookup": draft_lookup}
+        lookup = None if draft_lookup is None else lookup_of(draft_lookup)
+        change: dict[str, Any] = {"margin": None if margin is None else margin_of(margin), "draft_core": draft_core, "lookup": lookup}
         settings = replace(self._settings, depth=depth_of(depth), **{k: v for k, v in change.items() if v is not None})
         self._use(settings)
         self._settings = settings

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ds4 import errors, registry
 from ds4._native import Mask
-from ds4.sampling import MAX_DEPTH
+from ds4.sampling import MAX_DEPTH, MAX_LOOKUP
 
 if TYPE_CHECKING:
     from ds4.engine import Session
@@ -230,9 +230,16 @@ def margin_of(margin: float | None) -> float:
     """A margin as C has it."""
     if margin is None:
         return MARGIN_AUTO
-    if margin < 0:
+    if not 0 <= margin <= 1000:
         raise errors.InvalidArgument(f"margin is {margin!r}; expected 0 to 1000")
     return margin
+
+
+def lookup_of(longest: int) -> int:
+    """The longest tail that a lookup looks for, as C has it."""
+    if isinstance(longest, bool) or not isinstance(longest, (int, np.integer)) or not 0 <= longest <= MAX_LOOKUP:
+        raise errors.InvalidArgument(f"draft_lookup is {longest!r}; expected 0 to {MAX_LOOKUP}")
+    return int(longest)
 
 
 def request_of(options: Options, base: Settings) -> Request:
@@ -255,7 +262,7 @@ def request_of(options: Options, base: Settings) -> Request:
     settings = replace(
         base,
         depth=depth_of(options["speculative_depth"]) if "speculative_depth" in options else base.depth,
-        lookup=_count("draft_lookup", options.get("draft_lookup", base.lookup)),
+        lookup=lookup_of(options.get("draft_lookup", base.lookup)),
         margin=margin_of(options["margin"]) if "margin" in options else base.margin,
         gen=gen,
         draft_core=core.name,

@@ -30,6 +30,7 @@ from ds4.errors import InvalidArgument
 Array: TypeAlias = npt.NDArray[np.float64]
 
 MAX_DEPTH = 16  # DS4_MAX_DRAFT
+MAX_LOOKUP = 64
 SUM_TOLERANCE = 1e-5  # how far the sum of a law may be from 1: a float32 softmax is within it
 
 
@@ -99,7 +100,7 @@ class SamplerConfig:
         if self.speculative_depth != "auto":
             ok = _is_integer(self.speculative_depth) and 0 <= self.speculative_depth <= MAX_DEPTH
             _check("speculative_depth", self.speculative_depth, ok, f"0 to {MAX_DEPTH} or 'auto'")
-        _check_integer("draft_lookup", self.draft_lookup, 0, 64)
+        _check_integer("draft_lookup", self.draft_lookup, 0, MAX_LOOKUP)
         _check_number("temperature", self.temperature, 0, 100)
         _check_integer("top_k", self.top_k, 0, 2**31 - 1)
         _check_number("top_p", self.top_p, 0, 1)
