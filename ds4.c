@@ -7605,12 +7605,14 @@ ds4_cfg ds4_default_cfg(void) {
 /* ---- engine ---- */
 
 static int check_margin(const char *name, float margin) {
-    if (margin == DS4_MARGIN_AUTO || (margin >= 0 && margin <= 1000)) return 0;
+    if (margin == (float)DS4_MARGIN_AUTO || (margin >= 0 && margin <= 1000)) return 0;
     return fail("%s is %g; expected 0 to 1000, or %d (auto)", name, (double)margin, DS4_MARGIN_AUTO);
 }
 
 /* What serves the depth: a fixed one is careful, as scripts for other engines expect; `auto` is there to be fast. */
-static float margin_of(int draft, float margin) { return margin != DS4_MARGIN_AUTO ? margin : draft == DS4_DRAFT_AUTO ? 0 : 3; }
+static float margin_of(int draft, float margin) {
+    return margin != (float)DS4_MARGIN_AUTO ? margin : draft == DS4_DRAFT_AUTO ? 0 : 3;
+}
 
 static int check_cfg(const ds4_cfg *cfg) {
     if (!cfg->model_path) return fail("model_path is missing");
