@@ -1683,7 +1683,7 @@ static void bench_plan(Bench *b, const Ids *prompt) {
         fail("the prompt has %d tokens, %d are generated behind it, the context holds %d (see --ctx)", b->prompt, b->tokens,
              ctx);
     bench_add(b, 0, 0);
-    bool given = app->opt.cfg.mtp_margin != DS4_MARGIN_AUTO;
+    bool given = app->opt.cfg.mtp_margin != (float)DS4_MARGIN_AUTO;
     for (int m = app->opt.cfg.gen.temperature > 0; m < 2; m++) {     /* drawn text knows no margin: once is enough */
         float margin = m ? 0 : given ? app->opt.cfg.mtp_margin : 3;
         for (int i = 0; i < BENCH_DEPTHS; i++) bench_add(b, bench_depths[i], margin);
