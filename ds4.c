@@ -6766,8 +6766,8 @@ static double cost_step(const costs *c, int slot) { return cost_known(c, slot) ?
  * the drafts before: by place in the cycle, by the head's own lead, by the length of a lookup's match. A session begins with
  * the belief that drafts are good, which few of them outvote. Where drafting does not pay by what is known, trials go on
  * within bounds: what they cost beyond what they bring is a debt, of which PACE_DEBT may stand open and PACE_TRIALS of the time
- * pays back. So a head that is always wrong costs a pass or two, and then less than a hundredth. Nothing here touches the text, and
- * everything is a function of the costs and of what was accepted. */
+ * pays back, more of it while a session is young. So a head that is always wrong costs a few passes, and then less than a
+ * hundredth. Nothing here touches the text, and everything is a function of the costs and of what was accepted. */
 
 enum { PACE_LEADS = 8, PACE_MATCHES = 6 };
 static const double PACE_PRIOR = 0.7; /* of a first draft, until there is evidence */
@@ -6775,6 +6775,8 @@ static const double PACE_KEEP = 127 / 128.0; /* of the evidence, with each new d
 static const double PACE_RECENT = 6;
 static const double PACE_DEBT = 1.5; /* in plain passes */
 static const double PACE_TRIALS = 0.007;
+static const double PACE_YOUNG = 0.02; /* instead, in the first PACE_YOUTH cycles: a text may begin badly */
+enum { PACE_YOUTH = 128 };
 
 /* Over about the last 128 drafts. */
 typedef struct {
@@ -6803,6 +6805,7 @@ typedef struct pace {
     record lead[2][PACE_LEADS], match[2][PACE_MATCHES];
     double worse, better; /* how far hits have lately been below, above what was expected */
     double debt; /* plain passes that trials cost and neither brought nor were paid back */
+    int age; /* cycles, up to PACE_YOUTH */
     bool on; /* the last plan drafted */
     bool promising; /* the last trial succeeded */
 } pace;
@@ -6957,9 +6960,10 @@ static void pace_surprise(pace *p, double expected, bool hit) {
  * tried at once, as long as such drafts have not cost too much. */
 static void pace_pay(pace *p, const plan *w, int made, int k, int taken, bool hit) {
     double ms, draft_ms = made ? w->first + (made - 1) * w->more : 0;
-    if (!w->trial) ms = -PACE_TRIALS * (w->pass[k] + draft_ms);
+    if (!w->trial) ms = -(p->age < PACE_YOUTH ? PACE_YOUNG : PACE_TRIALS) * (w->pass[k] + draft_ms);
     else if (made == 1) ms = draft_ms + w->pass[k] - w->pass[0] - taken / w->rate;
     else ms = w->more + (k == made ? w->pass[k] - w->pass[k - 1] - (taken == k) / w->rate : 0);
+    p->age += p->age < PACE_YOUTH;
     p->debt = d_max(0, p->debt + ms / w->pass[0]);
     if (w->trial && made == 1) p->promising = hit && p->debt < 2 * PACE_DEBT;
 }

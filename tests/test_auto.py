@@ -143,13 +143,13 @@ def test_short_texts(machine: Machine, drafts: Drafts) -> None:
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_what_a_wrong_head_costs(machine: Machine, known: bool) -> None:
-    """2% of the first 200 tokens (half a percent more while the machine is being measured), 1% of a thousand."""
+    """2.5% of the first 200 tokens (half a percent more while the machine is being measured), 1.2% of a thousand."""
     for seed in range(2):
         world = World(machine, seed, known=known).run(never, 200)
-        assert world.ms <= (1.02 if known else 1.025) * 200 * machine.passes[0]
+        assert world.ms <= (1.025 if known else 1.03) * 200 * machine.passes[0]
         early = world.ms
         world.run(never, 800)
-        assert early + world.ms <= 1.01 * 1000 * machine.passes[0]
+        assert early + world.ms <= 1.012 * 1000 * machine.passes[0]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -187,7 +187,7 @@ def test_it_comes_back(machine: Machine) -> None:
 def test_a_machine_that_was_busy() -> None:
     """Rows that were measured beside another program are measured again: within 200 passes it drafts."""
     for seed in range(3):
-        world = World(Machine([100.0] + [500.0] * 16, 2, 2), seed, known=True)
+        world = World(Machine([100.0] + [2000.0] * 16, 2, 2), seed, known=True)
         assert sum(world.run(flat(0.9), 100).depths) <= 2
         world.machine = LARGE
         world.run(flat(0.9), 600)
@@ -373,8 +373,8 @@ def test_a_wrong_head_does_little_work(plain: Plain, tmp_path: Path) -> None:
             s = session.stats
             made = sum(s.drafted) + s.pruned
             assert 0 < made and sum(s.accepted) == 0 and s.passes == LENGTH + 1
-            # of USUAL a draft costs 0.4 of a pass, or 0.1 unverified: 1.5 passes of them, and 0.007 for each token
-            assert costs is CHEAP or (sum(s.drafted) <= 10 and s.head_passes <= 60 and made <= 40)
+            # of USUAL a draft costs 0.4 of a pass, or 0.1 unverified: 1.5 passes of them, and 0.02 for each token, later 0.007
+            assert costs is CHEAP or (sum(s.drafted) <= 10 and s.head_passes <= 80 and made <= 50)
             runs.append((list(s.drafted), s.pruned, s.head_passes))
         assert runs[0] == runs[1]
 

@@ -15,8 +15,8 @@ from measure import files
 from measure.figures import Figure, number
 from measure.parts import DS4, PROMPT, Bench
 
-HERTZ, STACK, ROOM = 99, 32768, "16M"
-"""Samples a second, bytes of stack in each (kernels keep a block's rows there), and what perf may hold before it writes them."""
+HERTZ, STACK, ROOM = 99, 65520, "16M"
+"""Samples a second, bytes of stack in each (the most that perf takes: kernels keep rows there), and what perf may hold before it writes them."""
 WRITTEN = 24
 PHASES = {"ds4_session_step": "1 row", "ds4_session_eval": f"{PROMPT} rows", "eval_prompt": f"{PROMPT} rows"}
 OPERATIONS = {
