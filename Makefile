@@ -62,6 +62,9 @@ docs: extension
 build/read_speed: tests/measure/read_speed.c | build
 	$(BUILD) $< -o $@
 
+build/ds4_frames: ds4_cli.c ds4_help.c ds4.c ds4.h | build
+	$(BUILD) -fno-omit-frame-pointer -fno-optimize-sibling-calls -fno-inline ds4_cli.c ds4_help.c ds4.c -o $@ -lm
+
 # Speeds beside a peer's on the same files; docs/performance.md. $(PYTHON) needs numpy, gguf and click; BENCH="--help" says more.
 bench: extension build/read_speed
 	PYTHONPATH=python:tests $(PYTHON) -m measure $(BENCH)

@@ -15,8 +15,8 @@ from measure import files
 from measure.figures import Figure, number
 from measure.parts import DS4, PROMPT, Bench
 
-HERTZ, STACK, ROOM = 99, 65520, "16M"
-"""Samples a second, bytes of stack in each (the most that perf takes: kernels keep rows there), and what perf may hold before it writes them."""
+HERTZ, PROGRAM = 499, "build/ds4_frames"
+"""Samples a second; ./ds4 with frame pointers, by which perf finds callers: kernels keep more on the stack than it would copy."""
 WRITTEN = 24
 PHASES = {"ds4_session_step": "1 row", "ds4_session_eval": f"{PROMPT} rows", "eval_prompt": f"{PROMPT} rows"}
 OPERATIONS = {
@@ -71,13 +71,14 @@ def profile(b: Bench) -> None:
     """A prompt of 256 and 24 tokens behind it, on one thread, as perf sees them."""
     if not shutil.which("perf"):
         raise click.ClickException("perf is not installed; it takes the samples of the part `profile`")
+    files.run(["make", "-s", "-C", str(files.ROOT), PROGRAM])
     ids = Path(b.cache / "profile-ids")
     ids.write_text(" ".join(str(300 + 7 * i) for i in range(PROMPT)), encoding="utf-8")
     samples = str(b.cache / "profile-samples")
     for model in b.models():
         b.step(f"profile, {model.name}")
         ds4 = [
-            str(files.ROOT / "ds4"),
+            str(files.ROOT / PROGRAM),
             "-m",
             str(model.path),
             "--prompt-ids",
@@ -89,7 +90,7 @@ def profile(b: Bench) -> None:
             "-c",
             "1024",
         ]
-        record = ["perf", "record", "-q", "-F", str(HERTZ), "-m", ROOM, "--call-graph", f"dwarf,{STACK}", "-o", samples]
+        record = ["perf", "record", "-q", "-F", str(HERTZ), "--call-graph", "fp", "-o", samples]
         files.run([*record, *ds4, "--ignore-eos", "--print-ids", "--quiet"])
         found = shares(files.run(["perf", "script", "-i", samples, "-F", "ip,sym"]))
         phases = list(found)
