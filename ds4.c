@@ -1693,26 +1693,6 @@ static tile_fn *tile_for(const tile_set *s, uint32_t type) {
         tile_q2_k_##isa, tile_q3_k_##isa, tile_q4_k_##isa, tile_q5_k_##isa, tile_q6_k_##isa, tile_iq2_xxs_##isa, \
     };
 
-/* A tile of float weights by the function `floats`, which takes O rows by J rows of activations with O*J <= 4. */
-#define FLOAT_TILE(name, attr, floats)                                                           \
-    attr void name(uint32_t type, TILE_ARGS) {                                                   \
-        for (int o = 0; o < n_out;) {                                                            \
-            const uint8_t *p = w + (size_t)o * w_stride;                                         \
-            const int rows = m == 1 && n_out - o >= 4 ? 4 : m > 1 && n_out - o >= 2 ? 2 : 1;     \
-            for (int j = 0; j < m;) {                                                            \
-                const int count = rows == 2 && m - j >= 2 ? 2 : rows == 1 && m - j >= 4 ? 4 : 1; \
-                float *to = out + (size_t)j * ldo + o;                                           \
-                if (rows == 4) floats(type, 4, 1, n, p, w_stride, x->f + j, to, ldo);            \
-                else if (count == 4) floats(type, 1, 4, n, p, w_stride, x->f + j, to, ldo);      \
-                else if (count == 2) floats(type, 2, 2, n, p, w_stride, x->f + j, to, ldo);      \
-                else if (rows == 2) floats(type, 2, 1, n, p, w_stride, x->f + j, to, ldo);       \
-                else floats(type, 1, 1, n, p, w_stride, x->f + j, to, ldo);                      \
-                j += count;                                                                      \
-            }                                                                                    \
-            o += rows;                                                                           \
-        }                                                                                        \
-    }
-
 TILE_SET(scalar, , float_tile, block_tile, block_tile)
 
 /* ---- 4.7 Matrix products with AVX2 ------------------------------------------------------------------------------- */
@@ -2126,7 +2106,7 @@ INLINE_256 void q32_rows_in_order_256(uint32_t type, const int J, int64_t n, con
     UNROLL for (int j = 0; j < J; j++) out[(size_t)(j0 + j) * ldo] = join_256((floats256){acc[j][0], acc[j][1]});
 }
 
-INLINE_256 void q32_row_256(uint32_t type, int J, int64_t n, const uint8_t *w, const int8_t *q, const tile_acts *x, int j,
+INLINE_256 void q32_few_256(uint32_t type, int J, int64_t n, const uint8_t *w, const int8_t *q, const tile_acts *x, int j,
                             float *out, size_t ldo) {
     if (J == 1) q32_rows_in_order_256(type, 1, n, w, q, x, j, out, ldo);
     else if (J == 2) q32_rows_in_order_256(type, 2, n, w, q, x, j, out, ldo);
@@ -2195,7 +2175,7 @@ INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
     int8_t q[MOST];
     for (int j = 0; j < m; j++) natural_order_256(n, x->q[j], q + j * n);
     for (int o = 0; o < n_out; o++, w += w_stride)
-        for (int j = 0; j < m; j += 4) q32_row_256(type, m - j < 4 ? m - j : 4, n, w, q + j * n, x, j, out + o, ldo);
+        for (int j = 0; j < m; j += 4) q32_few_256(type, m - j < 4 ? m - j : 4, n, w, q + j * n, x, j, out + o, ldo);
 }
 
 /* A block of 256 weights in the order of act_offset, half of each part at a time: unsigned bytes (Q3_K: 4 too large, Q6_K: 32);
@@ -2437,10 +2417,18 @@ INLINE_256 void block_dots_256(uint32_t type, const int O, const int J, const wb
     }
 }
 
-INLINE_256 __m128 block_scales_256(const uint8_t *b, int64_t size, int64_t blocks) {
+/* The half-precision numbers at b and in the following blocks, or of fewer and then of the last one again. */
+INLINE_256 __m128 block_halves_256(const uint8_t *b, int64_t size, int64_t blocks) {
     uint16_t half[4];
     for (int i = 0; i < 4; i++) half[i] = load_u16(b + size * (i < blocks ? i : blocks - 1));
     return _mm_cvtph_ps(_mm_setr_epi16((short)half[0], (short)half[1], (short)half[2], (short)half[3], 0, 0, 0, 0));
+}
+
+INLINE_256 void block_scales_256(uint32_t type, const uint8_t *b, int64_t blocks, __m128 *d, __m128 *dmin) {
+    const int size = type_find(type)->bytes;
+    *d = block_halves_256(b + scale_at(type), size, blocks);
+    if (type == T_IQ2_XXS) *d = _mm_mul_ps(*d, _mm_set1_ps(0.125f));
+    if (type_has_min(type)) *dmin = block_halves_256(b + scale_at(type) + 2, size, blocks);
 }
 
 INLINE_256 void unpack_blocks_256(uint32_t type, const uint8_t *b, int64_t blocks, blocks256 *u) {
@@ -2449,9 +2437,17 @@ INLINE_256 void unpack_blocks_256(uint32_t type, const uint8_t *b, int64_t block
         fetch_ahead(b + i * size, size + 48);
         unpack_256(type, b + i * size, &u->block[i]);
     }
-    u->d = block_scales_256(b + scale_at(type), size, blocks);
-    if (type == T_IQ2_XXS) u->d = _mm_mul_ps(u->d, _mm_set1_ps(0.125f));
-    if (type_has_min(type)) u->dmin = block_scales_256(b + scale_at(type) + 2, size, blocks);
+    block_scales_256(type, b, blocks, &u->d, &u->dmin);
+}
+
+/* The products of up to 4 blocks, their lanes summed, times the scales of weights and activations a, added to those of the blocks'
+ * lanes that are there. */
+INLINE_256 void add_blocks_256(uint32_t type, __m128i lanes, const __m256i *dot, const __m256i *min, __m128 d, __m128 dmin,
+                               __m128 a, float *lane) {
+    const __m128 old = _mm_load_ps(lane);
+    __m128 s = _mm_fmadd_ps(_mm_cvtepi32_ps(sum_each_256(dot)), _mm_mul_ps(d, a), old);
+    if (type_has_min(type)) s = _mm_fnmadd_ps(_mm_cvtepi32_ps(sum_each_256(min)), _mm_mul_ps(dmin, a), s);
+    _mm_store_ps(lane, _mm_blendv_ps(old, s, _mm_castsi128_ps(lanes)));
 }
 
 /* O rows of weights, already unpacked, against rows j .. j+J-1 of the tile, for `blocks` blocks from b. */
@@ -2474,16 +2470,11 @@ INLINE_256 void q256_part_256(uint32_t type, const int O, const int J, int64_t b
             if (type_has_min(type)) min[o][k][i] = m[o][k];
         }
     }
-    const __m128i mask = _mm_cmpgt_epi32(_mm_set1_epi32((int)blocks), _mm_setr_epi32(0, 1, 2, 3));
+    const __m128i lanes = _mm_cmpgt_epi32(_mm_set1_epi32((int)blocks), _mm_setr_epi32(0, 1, 2, 3));
     UNROLL for (int k = 0; k < J; k++) {
-        const __m128 a = blocks == 4 ? _mm_loadu_ps(x->d[j + k] + b) : _mm_maskload_ps(x->d[j + k] + b, mask);
-        UNROLL for (int o = 0; o < O; o++) {
-            float *to = acc[o][j + k] + (b & 12);
-            const __m128 old = _mm_load_ps(to);
-            __m128 s = _mm_fmadd_ps(_mm_cvtepi32_ps(sum_each_256(dot[o][k])), _mm_mul_ps(u[o].d, a), old);
-            if (type_has_min(type)) s = _mm_fnmadd_ps(_mm_cvtepi32_ps(sum_each_256(min[o][k])), _mm_mul_ps(u[o].dmin, a), s);
-            _mm_store_ps(to, _mm_blendv_ps(old, s, _mm_castsi128_ps(mask)));
-        }
+        const __m128 a = blocks == 4 ? _mm_loadu_ps(x->d[j + k] + b) : _mm_maskload_ps(x->d[j + k] + b, lanes);
+        UNROLL for (int o = 0; o < O; o++)
+            add_blocks_256(type, lanes, dot[o][k], min[o][k], u[o].d, u[o].dmin, a, acc[o][j + k] + (b & 12));
     }
 }
 
@@ -2531,15 +2522,9 @@ INLINE_256 float q256_row_256(uint32_t type, int64_t n, const uint8_t *w, const 
         fetch_ahead(from, 4 * size);
         UNROLL for (int i = 0; i < 4; i++)
             one_dot_256(type, from + i * size, q + (b + i) * 256, sum + (b + i) * 16, &dot[i], &min[i]);
-        __m128 scale = block_scales_256(from + scale_at(type), size, 4);
-        if (type == T_IQ2_XXS) scale = _mm_mul_ps(scale, _mm_set1_ps(0.125f));
-        const __m128 a = _mm_loadu_ps(d + b);
-        __m128 s = _mm_fmadd_ps(_mm_cvtepi32_ps(sum_each_256(dot)), _mm_mul_ps(scale, a), _mm_load_ps(acc + (b & 12)));
-        if (type_has_min(type)) {
-            const __m128 least = block_scales_256(from + scale_at(type) + 2, size, 4);
-            s = _mm_fnmadd_ps(_mm_cvtepi32_ps(sum_each_256(min)), _mm_mul_ps(least, a), s);
-        }
-        _mm_store_ps(acc + (b & 12), s);
+        __m128 scale, least = _mm_setzero_ps();
+        block_scales_256(type, from, 4, &scale, &least);
+        add_blocks_256(type, _mm_set1_epi32(-1), dot, min, scale, least, _mm_loadu_ps(d + b), acc + (b & 12));
     }
     return join_256((floats256){_mm256_load_ps(acc), _mm256_load_ps(acc + 8)});
 }
@@ -3089,7 +3074,23 @@ INLINE_NEON void floats_neon(uint32_t type, const int O, const int J, int64_t n,
     }
 }
 
-FLOAT_TILE(float_tile_neon, INLINE_NEON, floats_neon)
+INLINE_NEON void float_tile_neon(uint32_t type, TILE_ARGS) {
+    for (int o = 0; o < n_out;) {
+        const uint8_t *p = w + (size_t)o * w_stride;
+        const int rows = m == 1 && n_out - o >= 4 ? 4 : m > 1 && n_out - o >= 2 ? 2 : 1;
+        for (int j = 0; j < m;) {
+            const int count = rows == 2 && m - j >= 2 ? 2 : rows == 1 && m - j >= 4 ? 4 : 1;
+            float *to = out + (size_t)j * ldo + o;
+            if (rows == 4) floats_neon(type, 4, 1, n, p, w_stride, x->f + j, to, ldo);
+            else if (count == 4) floats_neon(type, 1, 4, n, p, w_stride, x->f + j, to, ldo);
+            else if (count == 2) floats_neon(type, 2, 2, n, p, w_stride, x->f + j, to, ldo);
+            else if (rows == 2) floats_neon(type, 2, 1, n, p, w_stride, x->f + j, to, ldo);
+            else floats_neon(type, 1, 1, n, p, w_stride, x->f + j, to, ldo);
+            j += count;
+        }
+        o += rows;
+    }
+}
 
 /* As f16_load_body and f16_store_body, by the instructions that do it. */
 INLINE_NEON void load_f16_neon(int64_t n, const uint16_t *x, float *y) {
@@ -3245,7 +3246,8 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
 
 /* ---- 4.10 One set of functions for each instruction set ----------------------------------------------------------- */
 
-/* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them. */
+/* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them; `most`: rows of activations
+ * in a tile of 256-value types, whose unpacking is dear. */
 #define KERNEL_SET(isa, attr, most, quantise_32, load_f16, store_f16, mix)                                                     \
     attr static void mat_##isa(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,          \
                                const int32_t *rows, int m, float *out, size_t ldo) {                                           \
@@ -5524,8 +5526,8 @@ static void hyper_enter(const pass *p, const hyper *h, const float *norm) {
     ds4_engine *e = p->e;
     hyper_job job = {p, h, norm};
     input_set(&e->s.in_mix, e->s.x, p->n);
-    product fn =
-        product_of(&h->fn, &e->s.in_mix, e->s.mix); /* of the streams as they are: their norm is a factor of the sums */
+    /* of the streams as they are: their norm is a factor of the sums */
+    product fn = product_of(&h->fn, &e->s.in_mix, e->s.mix);
     products(&e->dev, &fn, 1);
     pool_run(e->dev.pool, p->n, (int64_t)e->sizes.streams / 4 + 500, mix_streams, &job);
     input_set(&e->s.in_y, e->s.y, p->n);
@@ -6697,9 +6699,9 @@ typedef struct {
 } cost;
 
 typedef struct costs {
-    cost slots
-        [COST_SLOTS]; /* passes by knot; a cycle's first head step, what it repairs included; the same after a pause, with many
-                               rows to make; each further one */
+    /* Passes by knot; a cycle's first head step, what it repairs included; the same after a pause, with many rows to make; each
+     * further one. */
+    cost slots[COST_SLOTS];
     int64_t passes; /* timed */
 } costs;
 
