@@ -1,4 +1,4 @@
-"""Writes tests/corpus: what fuzzing starts from. The files are small and change only when the formats do; run it again then."""
+"""Writes tests/corpus, what fuzzing starts from, and the pair of models in tests/data/least that snapshots are of. The files are small and change only when the formats do; run it again then."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ F32 = synth.Types.all(gguf.GGMLQuantizationType.F32)
 TOKENS = [*gw.CONTROL_TOKENS, *"abcdefgh", "Ġ", "Ċ", "ab", "abc"]
 SMALL = gw.Shape(ratios=[4], vocab=len(TOKENS), width=4, heads=2, head_width=4, rotary=2, q_rank=2, o_groups=2, o_rank=1, experts=3, experts_used=2, expert_width=2, hash_layers=0,
                  window=3, index_heads=1, index_width=2, index_top_k=1, streams=2, sinkhorn=2, context=64, yarn_original=16)
+LEAST = dataclasses.replace(SMALL, ratios=[0, 4, 3], width=8, hash_layers=1, window=6, index_top_k=2)
 WITH_HEAD, INTERNAL, IDS_ONLY, KV_F32, SCALAR = 1, 2, 4, 16, 32     # options of fuzz_gguf.c
 SEAL, PATCH = 1, 2                                                  # and of fuzz_snapshot.c
 
@@ -99,16 +100,19 @@ def tokenizer_seeds() -> None:
 
 
 def snapshot_seeds() -> None:
-    tiny = CORPUS.parent / "data" / "tiny"
-    with Engine(tiny / "target.gguf", tiny / "head-ds4.gguf", ctx=40, prefill_chunk=4, max_rewind=4, threads=1) as engine:
+    least = CORPUS.parent / "data" / "least"
+    least.mkdir(parents=True, exist_ok=True)
+    model(least / "target.gguf", LEAST)
+    model(least / "head.gguf", LEAST, head=True)
+    with Engine(least / "target.gguf", least / "head.gguf", ctx=40, prefill_chunk=4, max_rewind=4, threads=1) as engine:
         session = engine.session()
         write("snapshot", "empty", bytes([0]) + session.save())
         session.eval([3, 4, 5])
         write("snapshot", "whole", bytes([4]) + session.save())
     for position in (0, 1, 9, 40):
-        for at in (0, 8, 16, 32, 36, 40, 48, 56, 68, 400):
+        for at in (0, 8, 16, 32, 36, 40, 48, 56, 68, 240):
             write("snapshot", f"patch-{position}-{at}", bytes([SEAL | PATCH | (at & 4), position]) + struct.pack("<I", at)[:3] + b"\x01")
-    write("snapshot", "damaged", bytes([PATCH, 9]) + struct.pack("<I", 4000)[:3] + b"\x55")
+    write("snapshot", "damaged", bytes([PATCH, 9]) + struct.pack("<I", 900)[:3] + b"\x55")
 
 
 def main() -> None:
