@@ -5317,6 +5317,11 @@ struct ds4_session {
     ds4_stats stats;
 };
 
+static const char *kv_type_name(int32_t type) {
+    static const char *const names[] = {[DS4_KV_F32] = "f32", [DS4_KV_F16] = "f16", [DS4_KV_FP8] = "fp8"};
+    return type >= 0 && (size_t)type < sizeof names / sizeof *names ? names[type] : "unknown";
+}
+
 /* f16 rows of the rotary tail first, then E4M3 bytes, then one scale for each 64 of them. */
 static size_t kv_row_bytes(const config *c, ds4_kv_type type) {
     size_t n = (size_t)c->head_dim, tail = (size_t)c->rope_dim;
@@ -7891,7 +7896,8 @@ ds4_info ds4_engine_info(const ds4_engine *e) {
                       .head_weight_bytes = m->head_weight_bytes,
                       .scratch_bytes = e->s.bytes,
                       .table_bytes = e->table_bytes,
-                      .session_bytes = session_bytes(e, e->ctx, session_slack(e))};
+                      .session_bytes = session_bytes(e, e->ctx, session_slack(e)),
+                      .batch_bytes = (int64_t)(e->s.rows - 1) * c->n_vocab * (int64_t)sizeof(float)};
 }
 
 ds4_work ds4_engine_work(const ds4_engine *e) {
@@ -8476,8 +8482,8 @@ static int check_snapshot(const ds4_session *s, const uint8_t *buf, size_t n, co
     if (h->identity != s->engine->model->identity)
         return fail("%s: a snapshot of another model, not of %s", from, s->engine->model_path);
     if (h->kv_type != (int32_t)s->engine->kv_type)
-        return fail("%s: a snapshot of kv type %d, this session has %d (0 f32, 1 f16, 2 fp8)", from, h->kv_type,
-                    (int)s->engine->kv_type);
+        return fail("%s: a snapshot of kv type %s, this session has %s", from, kv_type_name(h->kv_type),
+                    kv_type_name((int32_t)s->engine->kv_type));
     if (h->bytes != n)
         return fail("%s: damaged: a snapshot of %llu bytes, %zu are there", from, (unsigned long long)h->bytes, n);
     uint64_t sum = checksum(checksum(h->identity ^ h->bytes, &h->kv_type, CHECKED_HEADER), buf + sizeof *h, n - sizeof *h);

@@ -150,6 +150,7 @@ typedef struct {
     int64_t table_bytes;               /* and for all else: vocabulary, names, small tensors as float32. The weights are used where
                                         * the files are mapped: there is no second copy of them */
     int64_t session_bytes;             /* allocated by one session with this cfg; what its context does not reach stays untouched */
+    int64_t batch_bytes;               /* allocated as batches grow, at most: logits of the rows of one pass. 0 until the first */
 } ds4_info;
 /* Sizes of an opened engine; pointers live as long as the engine. */
 ds4_info ds4_engine_info(const ds4_engine *engine);

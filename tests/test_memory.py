@@ -17,7 +17,7 @@ from fixtures import FIXTURES, copy_metadata, tensors_of
 STATED = """
 import sys
 sys.path[:0] = [{tests!r}, {python!r}]
-from engine import Engine, ffi, lib
+from engine import Engine, batch_step, lib
 
 for options in (
     dict(ctx=512), dict(ctx=200, threads=2, prefill_chunk=1, max_rewind=0), dict(ctx=1000, kv_type="f32", draft_lookup=5),
@@ -38,6 +38,14 @@ for options in (
                 s.generate(10)
             used = lib.hook_bytes() - held - info.session_bytes
             assert used == 0, used                  # nothing is asked for while it runs
+            both, rows = lib.hook_bytes(), lib.ds4_engine_batch_rows(engine.p)
+            for n in (2, rows):                     # but for batches: their rows of logits
+                sessions = [first, second, *(engine.session() for _ in range(n - 2))]
+                for s in sessions:
+                    s.rewind(0)
+                assert batch_step(engine, [(s, [1], 1) for s in sessions]) == [[1]] * n
+                assert lib.hook_bytes() - both == info.batch_bytes * (n - 1) // (rows - 1) + (n - 2) * info.session_bytes
+                del sessions
 print("true")
 """
 
@@ -63,6 +71,7 @@ def test_inspect_says_it(root: Path, ds4: Path) -> None:
         i = engine.info
         own = {"scratch of a pass": i.scratch_bytes, "tables": i.table_bytes, "session of 700": i.session_bytes}
         assert said["model file, mapped"] == model.stat().st_size
+        assert said["batches, at most"] == i.batch_bytes == i.vocab * 4 * (32 - 1)
         assert own.items() <= said.items() and said["in all, beside files"] == sum(own.values())
 
 

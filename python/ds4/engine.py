@@ -96,6 +96,8 @@ class Info:
     """And for all else: vocabulary, names, small tensors as float32. The weights are used where the files are mapped."""
     session_bytes: int
     """Allocated by one session; what its context does not reach stays untouched."""
+    batch_bytes: int
+    """Allocated as batches grow, at most: logits of the rows of one pass. 0 until the first."""
 
 
 @dataclass(frozen=True)
