@@ -162,22 +162,48 @@ static int read_file(const char *path, Bytes *out) {
     return error ? -1 : 0;
 }
 
-/* Refuses a path that is the model or the head: they are mapped, and truncating them would end the process. */
-static FILE *open_output(const char *path, const ds4_info *info) {
-    struct stat out, in;
-    const char *const models[] = {info->model_path, info->mtp_path};
-    for (int i = 0; i < 2; i++)
-        if (models[i] && stat(path, &out) == 0 && stat(models[i], &in) == 0 && out.st_dev == in.st_dev &&
-            out.st_ino == in.st_ino)
-            fail("%s: is the model's own file; choose another for output", path);
-    FILE *f = fopen(path, "wb");
+/* What `path` leads to is removed, if it is a file. */
+static void remove_output(const char *path) {
+    char file[PATH_MAX];
+    struct stat st;
+    if (realpath(path, file) && stat(file, &st) == 0 && S_ISREG(st.st_mode)) unlink(file);
+}
+
+/* Whether `path` could be written, seen before the work that it waits for; afterwards all is as it was. A reason in errno. */
+static bool can_write(const char *path) {
+    struct stat st;
+    if (stat(path, &st) == 0) return S_ISDIR(st.st_mode) ? errno = EISDIR, false : access(path, W_OK) == 0;
+    int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0) return false;
+    close(fd);
+    remove_output(path);
+    return true;
+}
+
+/* Files being written. One that a failure leaves half written is removed. */
+static const char *unfinished[4];
+enum { UNFINISHED = sizeof unfinished / sizeof *unfinished };
+
+static void remove_unfinished(void) {
+    for (int i = 0; i < UNFINISHED; i++)
+        if (unfinished[i]) remove_output(unfinished[i]);
+}
+
+/* A standard stream by its name is written to where it stands: opened anew, a file behind it would be written from its start. */
+static FILE *open_output(const char *path) {
+    int stream = !strcmp(path, "/dev/stdout") ? STDOUT_FILENO : !strcmp(path, "/dev/stderr") ? STDERR_FILENO : -1, i = 0;
+    FILE *f = stream < 0 ? fopen(path, "wb") : fdopen(dup(stream), "wb");
     if (!f) fail("%s: %s", path, strerror(errno));
+    while (unfinished[i]) i++;
+    if (stream < 0) unfinished[i] = path;
     return f;
 }
 
 static void close_output(FILE *f, const char *path) {
     bool bad = ferror(f) != 0;
     if (fclose(f) != 0 || bad) fail("%s: %s", path, strerror(errno ? errno : EIO));
+    for (int i = 0; i < UNFINISHED; i++)
+        if (unfinished[i] == path) unfinished[i] = NULL;
 }
 
 static double now_ms(void) {
@@ -221,7 +247,7 @@ typedef struct {
     Strings stops, biases;
     ds4_bias *bias;                    /* what `biases` say */
     float margin, env_margin;          /* -1: not given; the second from the environment */
-    int draft;                         /* 0: not given; DS4_DRAFT_AUTO */
+    int draft;                         /* DRAFT_DEFAULT: not given */
     int max_rewind;                    /* -1: not given */
     int tokens;                        /* TOKENS_DEFAULT: not given */
     int bench_runs;                    /* 0: not given */
@@ -234,7 +260,14 @@ typedef struct {
     bool bundled;                      /* no model was given: it is the one that comes with ds4 */
 } Options;
 
-enum { MAX_TOKENS = 1 << 24, TOKENS_DEFAULT = -2, BASE_MODEL_TOKENS = 512, BENCH_TOKENS = 64, BENCH_FRONTIERS = 16 };
+enum {
+    MAX_TOKENS = 1 << 24,
+    TOKENS_DEFAULT = -2,
+    DRAFT_DEFAULT = -2,
+    BASE_MODEL_TOKENS = 512,
+    BENCH_TOKENS = 64,
+    BENCH_FRONTIERS = 16
+};
 
 static const char *const kv_type_names[] = {"f32", "f16", "fp8", NULL};       /* in the order of ds4_kv_type */
 static const char *const isa_names[] = {"auto", "scalar", "avx2", "avx512", "neon", NULL};
@@ -276,7 +309,7 @@ static const Option options[] = {
 
     {"--mtp", NULL, TEXT, AT(cfg.mtp_path), 0, 0, NULL},
     {"--glm-mtp", NULL, FLAG, AT(cfg.mtp_internal), 0, 0, NULL},
-    {"--mtp-draft", NULL, DEPTH, AT(draft), 1, DS4_MAX_DRAFT, NULL},
+    {"--mtp-draft", NULL, DEPTH, AT(draft), 0, DS4_MAX_DRAFT, NULL},
     {"--draft-lookup", NULL, WHOLE, AT(cfg.draft_lookup), 0, 64, NULL},
     {"--mtp-margin", NULL, REAL, AT(margin), 0, 1000, NULL},
     {"--mtp-shortlist", NULL, WHOLE, AT(cfg.mtp_shortlist), 0, MAX_TOKENS, NULL},
@@ -502,17 +535,50 @@ static void read_biases(Options *opt) {
     opt->cfg.gen.n_bias = n;
 }
 
-/* No file is written twice: the second text would lie over the first, or over a saved session. Devices may be. */
+/* Devices are no files: they may be named more than once. */
+static bool same_file(const char *a, const char *b) {
+    struct stat x, y;
+    if (stat(a, &x) || stat(b, &y)) return !strcmp(a, b);
+    return x.st_dev == y.st_dev && x.st_ino == y.st_ino && S_ISREG(x.st_mode);
+}
+
+/* Models are mapped: one that was written to, whichever part of it, would end the process. */
+static bool is_gguf(const char *path) {
+    char magic[4] = "";
+    struct stat st;
+    if (stat(path, &st) || !S_ISREG(st.st_mode)) return false;
+    FILE *f = fopen(path, "rb");
+    bool yes = f && fread(magic, 1, 4, f) == 4 && !memcmp(magic, "GGUF", 4);
+    if (f) fclose(f);
+    return yes;
+}
+
+/* What cannot be written shows before the work, not after it. No file is written twice, or read and written: the second text
+ * would lie over the first. A session alone is read where it is written. */
 static void check_outputs(const Options *opt) {
     const struct {
         const char *name, *path;
-    } out[] = {{"--session", opt->session},    {"--stats-json", opt->stats_json},        {"--dump-logprobs", opt->logprobs},
-               {"--dump-logits", opt->logits}, {"--dump-head-logits", opt->head_logits}, {"--csv", opt->csv},
-               {"--json", opt->json}};
-    for (size_t i = 0; i < sizeof out / sizeof *out; i++)
+    } file[] = {{"--prompt-file", opt->prompt_file},
+                {"--prompt-ids", opt->prompt_ids},
+                {"--session", opt->session},
+                {"--stats-json", opt->stats_json},
+                {"--dump-logprobs", opt->logprobs},
+                {"--dump-logits", opt->logits},
+                {"--dump-head-logits", opt->head_logits},
+                {"--csv", opt->csv},
+                {"--json", opt->json}};
+    enum { INPUTS = 2 };
+    for (size_t i = INPUTS; i < sizeof file / sizeof *file; i++) {
+        if (!file[i].path) continue;
         for (size_t j = 0; j < i; j++)
-            if (out[i].path && out[j].path && !strcmp(out[i].path, out[j].path) && strncmp(out[i].path, "/dev/", 5))
-                misuse("%s and %s: both would write %s", out[j].name, out[i].name, out[i].path);
+            if (file[j].path && same_file(file[i].path, file[j].path))
+                misuse(j < INPUTS ? "%s and %s: %s would be read and written" : "%s and %s: both would write %s", file[j].name,
+                       file[i].name, file[i].path);
+        if (is_gguf(file[i].path)) misuse("%s %s: a GGUF file; choose another for output", file[i].name, file[i].path);
+        if (file[i].path == opt->session) continue;
+        if (!can_write(file[i].path)) misuse("%s %s: %s", file[i].name, file[i].path, strerror(errno));
+    }
+    if (opt->session && ds4_session_can_save(opt->session) != 0) misuse("--session %s", ds4_last_error());
 }
 
 /* Combinations that cannot be meant. */
@@ -530,13 +596,13 @@ static void check_options(const Options *opt) {
         misuse("--inspect, --dump-tokens, logits, --perplexity-file and --bench: only one at a time");
     if (opt->perplexity && has_prompt(opt)) misuse("--perplexity-file takes no prompt");
     check_bench(opt);
-    check_outputs(opt);
     if (opt->session && (opt->dump_tokens || dumps_logits(opt) || opt->perplexity))
         misuse("--session: not with --dump-tokens, --dump-logits, --dump-head-logits or --perplexity-file");
     if (opt->head_logits && !head) misuse("--dump-head-logits needs a head: --mtp FILE or --glm-mtp");
     if (is_chat(opt) && (opt->print_ids || opt->stats_json || opt->logprobs || opt->dump_tokens || dumps_logits(opt)))
         misuse("ids, dumps and --stats-json need a prompt: -p, --prompt-file or --prompt-ids");
     if (is_chat(opt) && (opt->raw_prompt || opt->rendered)) misuse("--raw-prompt and --rendered need a prompt");
+    check_outputs(opt);
 }
 
 static bool file_exists(const char *path) { return access(path, F_OK) == 0; }
@@ -578,7 +644,7 @@ static void finish_cfg(Options *opt, const char *argv0) {
     cfg->isa = isa_names[opt->isa];
     cfg->gen.scheme = (ds4_scheme)opt->scheme;
     read_biases(opt);
-    cfg->mtp_draft = !head && !cfg->draft_lookup ? 0 : opt->draft ? opt->draft : DS4_DRAFT_AUTO;
+    cfg->mtp_draft = !head && !cfg->draft_lookup ? 0 : opt->draft != DRAFT_DEFAULT ? opt->draft : DS4_DRAFT_AUTO;
     if (opt->margin >= 0) cfg->mtp_margin = opt->margin;
     if (opt->env_margin >= 0) cfg->mtp_margin = opt->env_margin;
     bool generates = !dumps_logits(opt) || opt->tokens != TOKENS_DEFAULT;
@@ -596,7 +662,12 @@ static void finish_cfg(Options *opt, const char *argv0) {
 }
 
 static Options read_options(int argc, char **argv) {
-    Options opt = {.cfg = ds4_default_cfg(), .margin = -1, .env_margin = -1, .max_rewind = -1, .tokens = TOKENS_DEFAULT};
+    Options opt = {.cfg = ds4_default_cfg(),
+                   .margin = -1,
+                   .env_margin = -1,
+                   .max_rewind = -1,
+                   .tokens = TOKENS_DEFAULT,
+                   .draft = DRAFT_DEFAULT};
     opt.kv_type = (int)opt.cfg.kv_type;
     parse_options(&opt, argc, argv);
     opt.inspect |= opt.inspect_tensors;
@@ -758,8 +829,8 @@ static void say_notes(const App *app) {
     const Options *opt = &app->opt;
     bool head = opt->cfg.mtp_path || opt->cfg.mtp_internal;
     if (opt->bundled) note("no model given: using the small one that comes with ds4 (-m FILE for another)");
-    bool about_drafts =
-        opt->draft || opt->margin >= 0 || opt->scheme || opt->cfg.mtp_shortlist != ds4_default_cfg().mtp_shortlist;
+    bool asks = opt->draft > 0 || opt->draft == DS4_DRAFT_AUTO;
+    bool about_drafts = asks || opt->margin >= 0 || opt->scheme || opt->cfg.mtp_shortlist != ds4_default_cfg().mtp_shortlist;
     if (!head && !opt->cfg.draft_lookup && about_drafts)
         note("without a head (--mtp FILE or --glm-mtp) or --draft-lookup nothing is drafted");
     if (app->info.base_model) {
@@ -799,7 +870,6 @@ static void open_session(App *app) {
     if (!app->session || ds4_session_set_stops(app->session, NULL, 0, app->opt.ignore_eos) != 0) fail("%s", ds4_last_error());
     const char *saved = app->opt.session;
     if (saved && file_exists(saved) && ds4_session_load(app->session, saved) != 0) fail("%s", ds4_last_error());
-    if (saved && ds4_session_can_save(saved) != 0) fail("%s", ds4_last_error());       /* now, not after the answer */
 }
 
 static void save_session(App *app) {
@@ -1266,13 +1336,13 @@ static void write_stats(const App *app, const Answer *answer, FILE *f) {
 /* ---- 7 dumps and inspection ----------------------------------------------------------------------------------------- */
 
 /* A NumPy file of float32 [rows, columns], little-endian, with its rows still to be written. */
-static FILE *create_npy(const App *app, const char *path, size_t rows, size_t columns) {
+static FILE *create_npy(const char *path, size_t rows, size_t columns) {
     char header[128];
     memcpy(header, "\x93NUMPY\x01\x00\x76\x00", 10);           /* 118 bytes follow, so that the data is aligned to 64 */
     int n = snprintf(header + 10, 118, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %zu), }", rows, columns);
     memset(header + 10 + n, ' ', (size_t)(117 - n));
     header[127] = '\n';
-    FILE *f = open_output(path, &app->info);
+    FILE *f = open_output(path);
     fwrite(header, 1, sizeof header, f);
     return f;
 }
@@ -1299,8 +1369,8 @@ static void dump_rows(void *ctx, const float *target, int first, int rows, const
 static void eval_to_files(App *app, const Ids *ids) {
     const Options *opt = &app->opt;
     LogitFiles files = {.vocab = (size_t)app->info.vocab, .opt = opt};
-    if (opt->logits) files.target = create_npy(app, opt->logits, ids->len, files.vocab);
-    if (opt->head_logits) files.head = create_npy(app, opt->head_logits, ids->len - 1, files.vocab);
+    if (opt->logits) files.target = create_npy(opt->logits, ids->len, files.vocab);
+    if (opt->head_logits) files.head = create_npy(opt->head_logits, ids->len - 1, files.vocab);
     eval_rows(app, ids, files.target != NULL, files.head != NULL, dump_rows, &files);
     if (files.target) close_output(files.target, opt->logits);
     if (files.head) close_output(files.head, opt->head_logits);
@@ -1490,6 +1560,7 @@ static int run_inspect(const App *app) {
     snprintf(label, sizeof label, "session of %d", i->ctx);
     print_bytes(label, i->session_bytes);
     print_bytes("in all, beside files", i->scratch_bytes + i->table_bytes + i->session_bytes);
+    print_bytes("batches, at most", i->batch_bytes);
     printf("runs with %s kernels, %d threads, kv %s, passes of %d\n", i->isa, i->threads, kv_type_names[i->kv_type],
            i->prefill_chunk);
     if (app->opt.inspect_tensors) print_tensors(app);
@@ -1678,7 +1749,7 @@ static void bench_plan(Bench *b, const Ids *prompt) {
     int most = b->frontiers[b->n_frontiers - 1].context + bench_rows[BENCH_ROWS - 1];
     while (b->ids.len < (size_t)most || b->ids.len < prompt->len) ids_add(&b->ids, prompt->data, prompt->len);
     b->total = (int64_t)b->runs * b->n_frontiers * (1 + BENCH_ROWS);
-    if (!app->opt.cfg.mtp_draft) return;
+    if (!app->info.has_head && !app->opt.cfg.draft_lookup) return;
     if (b->prompt > ctx - b->tokens)
         fail("the prompt has %d tokens, %d are generated behind it, the context holds %d (see --ctx)", b->prompt, b->tokens,
              ctx);
@@ -1858,6 +1929,13 @@ static void bench_run(Bench *b) {
     bar_erase();
 }
 
+static void bench_write(const Bench *b, const char *path, void (*write)(const Bench *, FILE *)) {
+    if (!path) return;
+    FILE *f = open_output(path);
+    write(b, f);
+    close_output(f, path);
+}
+
 static int run_bench(App *app, const Prompt *prompt) {
     const Options *opt = &app->opt;
     Bench *b = calloc(1, sizeof *b);
@@ -1873,22 +1951,15 @@ static int run_bench(App *app, const Prompt *prompt) {
     open_session(app);
     bench_check(ds4_session_set_stops(app->session, NULL, 0, true));
     catch_interrupts(app, false);
-    FILE *csv = opt->csv ? open_output(opt->csv, &app->info) : NULL;
-    FILE *json = opt->json ? open_output(opt->json, &app->info) : NULL;
     bench_run(b);
     printf("%s, %s kernels, %d threads, kv %s; medians of %d\n\n", *app->info.name ? app->info.name : app->info.model_path,
            app->info.isa, app->info.threads, kv_type_names[app->info.kv_type], b->runs);
     print_frontiers(b);
     if (app->info.has_head) print_break_even(b);
     if (b->n_sweep) print_sweep(b);
-    if (csv) {
-        write_csv(b, csv);
-        close_output(csv, opt->csv);
-    }
-    if (json) {
-        write_bench(b, json);
-        close_output(json, opt->json);
-    }
+    flush_stdout();
+    bench_write(b, opt->csv, write_csv);
+    bench_write(b, opt->json, write_bench);
     free(ids.data);
     free(b->ids.data);
     free(b);
@@ -2561,8 +2632,7 @@ static int run_answer(App *app, const Prompt *prompt, const Ids *full) {
     const Options *opt = &app->opt;
     open_session(app);
     catch_interrupts(app, false);
-    FILE *json = opt->stats_json ? open_output(opt->stats_json, &app->info) : NULL;
-    if (opt->logprobs) app->logprobs = open_output(opt->logprobs, &app->info);
+    if (opt->logprobs) app->logprobs = open_output(opt->logprobs);
     eval_prompt(app, prompt, full);
     int most = dumps_logits(opt) && opt->tokens == TOKENS_DEFAULT ? 0 : most_tokens(app);
     Out out = {.silent = opt->print_ids, .terminal = isatty(STDOUT_FILENO), .stops = &opt->stops};
@@ -2570,9 +2640,10 @@ static int run_answer(App *app, const Prompt *prompt, const Ids *full) {
     save_session(app);
     if (app->logprobs) close_output(app->logprobs, opt->logprobs);
     if (opt->stats) print_stats(app, &answer, stderr);
-    if (json) {
-        write_stats(app, &answer, json);
-        close_output(json, opt->stats_json);
+    if (opt->stats_json) {
+        FILE *f = open_output(opt->stats_json);
+        write_stats(app, &answer, f);
+        close_output(f, opt->stats_json);
     }
     return strcmp(answer.finish, "cancelled") ? 0 : 130;
 }
@@ -2596,6 +2667,7 @@ static void hold_standard_streams(void) {
 int main(int argc, char **argv) {
     hold_standard_streams();
     signal(SIGXFSZ, SIG_IGN);          /* a file that grows beyond the limit is a failed write, with a message */
+    atexit(remove_unfinished);
     App app = {.opt = read_options(argc, argv)};
     Options *opt = &app.opt;
     int status = 0;

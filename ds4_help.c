@@ -27,7 +27,7 @@ const char *const ds4_help_cli[] = {
 "\nSpeculation (trades speed only, never the text)\n"
 "      --mtp FILE         head GGUF for the target, in ds4's or llama.cpp's layout (none)\n"
 "      --glm-mtp          use the head inside the target's own file (off)\n"
-"      --mtp-draft N      tokens drafted ahead each cycle, 1 to 16, or auto: as many as pay by what this machine's passes take\n"
+"      --mtp-draft N      tokens drafted ahead each cycle, 0 to 16, or auto: as many as pay by what this machine's passes take\n"
 "                         and how often drafts were right, none included (auto)\n"
 "      --draft-lookup N   draft what followed the last time that the last N tokens, or fewer but at least 2, occurred; with\n"
 "                         and without a head; 0 to 64 (0: off). For texts that repeat themselves, or the prompt.\n"

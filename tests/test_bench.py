@@ -183,8 +183,6 @@ def test_what_does_not_fit(ds4: Path, small: list[str], tmp_path: Path) -> None:
     for args, word in (
         (["--bench-ctx", "0,90", "-c", 100], "90"),
         (["-p", "word " * 90, "-c", 100, "--bench-ctx", "0"], "prompt"),
-        (["--csv", tmp_path / "no/where.csv"], "where.csv"),
-        (["--json", small[1]], "own file"),
     ):
         done = run(ds4, *small, "--bench", *args, status=1)
         assert done.stdout == "" and done.stderr.count("\n") == 1 and word in done.stderr

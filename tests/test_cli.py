@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fixtures import rewrite, tensors_of
 
 PROMPT = "In the beginning"
 V4_TEMPLATE = "{{ bos_token }}<｜User｜><｜Assistant｜><think></think>"
@@ -131,9 +132,9 @@ def plain(cli: Cli) -> bytes:
         (["-n", "many"], ["-n", "many", "-1 to 16777216"]),
         (["--tokens=1.5"], ["--tokens", "1.5"]),
         (["-n", "99999999999999999999"], ["-n", "99999999999999999999"]),
-        (["--mtp-draft", "0"], ["--mtp-draft", '"0"', "1 to 16"]),
-        (["--mtp-draft", "17"], ["--mtp-draft", "17", "1 to 16"]),
-        (["--mtp-draft=2x"], ["--mtp-draft", "2x", "1 to 16, or auto"]),
+        (["--mtp-draft", "-1"], ["--mtp-draft", '"-1"', "0 to 16"]),
+        (["--mtp-draft", "17"], ["--mtp-draft", "17", "0 to 16"]),
+        (["--mtp-draft=2x"], ["--mtp-draft", "2x", "0 to 16, or auto"]),
         (["--mtp-draft", "Auto"], ["--mtp-draft", "Auto", "or auto"]),
         (["--draft-lookup", "65"], ["--draft-lookup", "65", "0 to 64"]),
         (["--mtp-margin", "-1"], ["--mtp-margin", "-1", "0 to 1000"]),
@@ -172,6 +173,7 @@ def plain(cli: Cli) -> bytes:
         (["--session", "f", "--dump-logits", "g", "-p", "a"], ["--session", "--dump-logits"]),
         (["--dump-head-logits", "f", "-p", "a"], ["--dump-head-logits", "--mtp"]),
         (["--session", "f", "--stats-json", "f", "-p", "a"], ["--session", "--stats-json", "write f"]),
+        (["--prompt-file", "f", "--stats-json", "f"], ["--prompt-file", "--stats-json", "f would be read and written"]),
         (["--bench", "--csv", "f", "--json", "f"], ["--csv", "--json", "write f"]),
     ],
 )
@@ -213,9 +215,6 @@ def test_bad_input_is_one_line_and_status_1(cli: Cli, tmp_path: Path) -> None:
     fails("--prompt-file", tmp_path / "absent.txt", says="absent.txt")
     fails("--prompt-file", tmp_path, says=str(tmp_path))
     fails("-p", "word " * 200, "-c", 64, says="the context holds 64")
-    fails(*ask, "--stats-json", tmp_path / "no/where.json", says="where.json")
-    fails(*ask, "--dump-logprobs", tmp_path / "no/where.jsonl", says="where.jsonl")
-    fails("-p", "a", "--dump-logits", tmp_path / "no/where.npy", says="where.npy")
     fails("--perplexity-file", tmp_path / "absent.txt", says="absent.txt")
 
 
@@ -237,7 +236,7 @@ def test_damaged_sessions_are_refused(cli: Cli, tmp_path: Path) -> None:
         assert str(saved) in one_line(done.stderr) and done.stdout == b"" and saved.read_bytes() == damaged
     saved.write_bytes(whole)
     done = cli("-p", "", "-n", 4, "--session", saved, "--kv-type", "f32", status=1)
-    assert str(saved) in one_line(done.stderr)
+    assert one_line(done.stderr) == f"ds4: {saved}: a snapshot of kv type f16, this session has f32\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -503,7 +502,8 @@ def test_the_head_in_the_file(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [("--mtp-draft", 2), ("--mtp-margin", 0), ("--mtp-sampling", "rejection"), ("--mtp-shortlist", 9)])
 def test_options_of_drafts_without_a_head_are_noted(cli: Cli, option: tuple[str, object]) -> None:
-    assert b"--mtp" in cli("-p", "a", "-n", 1, *option).stderr
+    assert b"note: without a head" in cli("-p", "a", "-n", 1, *option).stderr
+    assert cli("-p", "a", "-n", 1, "--mtp-draft", 0).stderr == b""
     assert cli("-p", "a", "-n", 1, *option, "-q").stderr == b""
 
 
@@ -654,30 +654,73 @@ def test_closed_streams_are_not_taken_for_files(cli: Cli, tmp_path: Path) -> Non
             assert json.loads(stats.read_text())["generated_tokens"] == 5
             assert done.stdout and bool(done.stderr) == (fd != 2)
         else:
-            assert one_line(done.stderr) == "ds4: standard output: Bad file descriptor\n" and stats.read_bytes() == b""
+            assert one_line(done.stderr) == "ds4: standard output: Bad file descriptor\n" and not stats.exists()
 
 
 def test_a_file_beyond_the_limit(cli: Cli, tmp_path: Path) -> None:
     """RLIMIT_FSIZE, whose signal would end the program: a message, and nothing is left of the file."""
     limit = (16384, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-    for option, left in (("--session", []), ("--dump-logits", ["f"])):
+    for option in ("--session", "--dump-logits"):
         done = subprocess.run(
             [cli.program, "-m", cli.model, "-p", PROMPT, "-n", "5", option, tmp_path / "f"],
             capture_output=True, env=environment(), check=False,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
         )  # fmt: skip
         assert done.returncode == 1 and one_line(done.stderr).endswith(": File too large\n")
-        assert os.listdir(tmp_path) == left
+        assert os.listdir(tmp_path) == []
+
+
+OUTPUTS = [["--stats-json"], ["--dump-logprobs"], ["--dump-logits"], ["--session"], ["--bench", "--csv"], ["--bench", "--json"]]
 
 
 def test_outputs_that_cannot_be_written(cli: Cli, tmp_path: Path) -> None:
-    """Seen before the answer where it can be, and always one line that names the file."""
-    for path, shown in ((tmp_path / "none/s.json", b""), (tmp_path, b""), (Path("/dev/full"), cli("-p", PROMPT, "-n", 5).stdout)):
-        for option in ("--stats-json", "--dump-logprobs"):
-            done = cli("-p", PROMPT, "-n", 5, option, path, status=1)
-            assert str(path) in one_line(done.stderr) and done.stdout == shown
+    """Seen before the model is looked for, where it can be; and always one line that names the option and the file."""
+    model, absent = tmp_path / "m", tmp_path / "absent"
+    shutil.copy(cli.model, model)
+    for *more, option in OUTPUTS:
+        for path, why in ((tmp_path / "none/f", "No such file"), (tmp_path, "irectory|not a file"), (model, "a GGUF file")):
+            done = cli("-p", PROMPT, *more, option, path, model=absent, status=2)
+            assert re.search(f"{option} {path}: .*({why})", one_line(done.stderr)) and done.stdout == b""
+    assert os.listdir(tmp_path) == ["m"] and model.read_bytes() == cli.model.read_bytes()
+    for option in ("--stats-json", "--dump-logprobs"):
+        done = cli("-p", PROMPT, "-n", 5, option, "/dev/full", status=1)
+        assert "/dev/full" in one_line(done.stderr) and done.stdout == cli("-p", PROMPT, "-n", 5).stdout
     with Path("/dev/full").open("wb") as full:
         assert cli.start(cli.model, "-p", PROMPT, "-n", 5, stdout=full).wait(60) == 1
+
+
+def test_a_failure_leaves_no_output(cli: Cli, tmp_path: Path) -> None:
+    """Nothing is there that was not before: neither an empty file nor half a text. Whole figures of another run stay."""
+    source, folder = cli.data / "tiny/target.gguf", tmp_path / "outputs"
+    folder.mkdir()
+    embedding = np.array(tensors_of(source)["token_embd.weight"].data)
+    embedding[9] = np.nan
+    model = rewrite(source, tmp_path / "x.gguf", tensors={"token_embd.weight": embedding})
+    ids, out = tmp_path / "ids", folder / "f"
+    ids.write_text("5 6 7 9 5")
+    args = ["--prompt-ids", ids, "--print-ids", "--prefill-chunk", 1, "-n", 3]
+    for *more, option in OUTPUTS:
+        ask = [*args[:2], *args[3:], *more, option, out] if more else [*args, option, out]
+        assert "non-finite" in one_line(cli(*ask, model=model, status=1).stderr) and os.listdir(folder) == []
+    out.write_text("figures")
+    cli(*args, "--stats-json", out, model=model, status=1)
+    assert out.read_text() == "figures"
+    link = folder / "link"
+    link.symlink_to("far")
+    cli(*args, "--dump-logprobs", link, model=model, status=1)
+    assert link.is_symlink() and not (folder / "far").exists()
+    assert cli(*args, "--dump-logits", link, "--stats-json", out, model=source) and (folder / "far").stat().st_size > 128
+
+
+def test_outputs_onto_standard_output(cli: Cli, tmp_path: Path) -> None:
+    """By its name it goes on where it stands, a file too."""
+    with (tmp_path / "all").open("wb") as f:
+        f.write(b"before\n")
+        f.flush()
+        options = ["-p", PROMPT, "-n", 5, "--stats-json", "/dev/stdout"]
+        assert cli.start(cli.model, *options, stdout=f).wait(60) == 0
+    before, _, figures = (tmp_path / "all").read_text().partition("{")
+    assert before == "before\n" + cli(*options[:4]).stdout.decode() and json.loads("{" + figures)["generated_tokens"] == 5
 
 
 # ---- sessions --------------------------------------------------------------------------------------------------------
@@ -711,7 +754,7 @@ def test_a_session_keeps_its_links_and_modes(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_session_that_cannot_be_saved_is_an_error_at_once(cli: Cli, tmp_path: Path) -> None:
-    """Before the prompt is evaluated: nothing is printed."""
+    """Before the model is opened: nothing is printed."""
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     paths = [tmp_path / "missing/s", loop, Path("/proc/s"), tmp_path / ("x" * 300), tmp_path / "y/../../s"]
@@ -721,10 +764,10 @@ def test_a_session_that_cannot_be_saved_is_an_error_at_once(cli: Cli, tmp_path: 
         read_only.chmod(0o400)
         paths.append(read_only)
     for path in paths:
-        done = cli("-p", PROMPT, "-n", 1, "--session", path, status=1)
+        done = cli("-p", PROMPT, "-n", 1, "--session", path, status=2)
         assert done.stdout == b"" and path.name in one_line(done.stderr)
     for path in (tmp_path, Path("/dev/null")):
-        done = cli("-p", PROMPT, "-n", 1, "--session", path, status=1)
+        done = cli("-p", PROMPT, "-n", 1, "--session", path, status=2)
         assert done.stdout == b"" and "not a file" in one_line(done.stderr)
     assert [p for p in tmp_path.iterdir() if p.name != "read-only"] == [loop]
 
@@ -873,18 +916,18 @@ def test_an_interrupt_ends_an_answer(cli: Cli, tmp_path: Path) -> None:
 
 def test_an_interrupt_in_a_prompt(cli: Cli, tmp_path: Path) -> None:
     """Status 130 after the pass in work, nothing printed, the saved session as it was."""
-    saved, text, stats = tmp_path / "s", tmp_path / "long", tmp_path / "j"
+    saved, text, started = tmp_path / "s", tmp_path / "long", tmp_path / "j"
     cli("-p", PROMPT, "-n", 5, "--session", saved)
     before = saved.read_bytes()
     text.write_text(PROMPT * 600)
-    args = ["--prompt-file", text, "--prefill-chunk", 1, "--session", saved, "--stats-json", stats]  # many passes
+    args = ["--prompt-file", text, "--prefill-chunk", 1, "--session", saved, "--dump-logprobs", started]  # many passes
     process = cli.start(cli.model, *args)
-    while not stats.exists():  # the model is open, the prompt about to be read
+    while not started.exists():  # the model is open, the prompt about to be read
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert process.stdout and process.stderr and process.stdout.read() == process.stderr.read() == b""
-    assert saved.read_bytes() == before
+    assert saved.read_bytes() == before and not started.exists()
 
 
 class Terminal:

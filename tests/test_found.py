@@ -83,7 +83,7 @@ def test_output_onto_the_model_is_refused(ds4: Path, root: Path, tmp_path: Path)
     shutil.copy(root / "models/small.gguf", model)
     for option in ("--stats-json", "--dump-logprobs", "--dump-logits"):
         done = run(ds4, "-m", model, "-p", "a", "-n", 3, option, model)
-        assert done.returncode == 1 and "the model's own file" in done.stderr
+        assert done.returncode == 2 and "a GGUF file" in done.stderr
     assert model.stat().st_size == (root / "models/small.gguf").stat().st_size
 
 

@@ -103,6 +103,14 @@ def test_version() -> None:
         (["generate", "--logit-bias", "5:inf", "-p", "x"], "expected ID:F"),
         (["completion", "tcsh"], "is not one of"),
         (["tokenize", "a", "--file", "-"], "only one of them"),
+        (["bench", "--json", SMALL], "a GGUF file"),
+        (["bench", "--csv", "none/x.csv"], "no such folder"),
+        (["bench", "--plot", "."], "is a directory"),
+        (["generate", "-p", "x", "--stats-json", "none/x"], "no such folder"),
+        (["generate", "-p", "x", "-sys", "y", "--raw-prompt"], "--system needs the chat template"),
+        (["generate", "--prompt-ids", SMALL, "--rendered"], "--prompt-ids is used as it is"),
+        (["generate", "--logit-bias", f"{1 << 25}:5", "-p", "x"], "expected ID:F"),
+        (["generate", "--logit-bias", "1_0:5", "-p", "x"], "expected ID:F"),
     ],
     ids=str,
 )
@@ -118,15 +126,13 @@ def test_misuse(args: list[str], message: str) -> None:
         (["generate", "-m", ROOT / "README.md", "-p", "x"], "README.md"),
         (["generate", "-m", SMALL, "--mtp", TINY / "head-ds4.gguf", "-p", "x"], "head-ds4.gguf"),
         (["generate", "-m", SMALL, "-c", 8, "-p", "word " * 20], "do not fit a context of 8"),
-        (["generate", "-m", "small", "--no-mtp", "--mtp-draft", 2, "-p", "x"], "no MTP head is loaded"),
         (["generate", "-m", "small", "--prompt-ids", ROOT / "README.md"], "is not a token id"),
         (["tokenize", "-m", "small", "--decode", "1 x"], '"x" is not a token id'),
         (["tokenize", "-m", "small", "--decode", "99999"], "outside the vocabulary"),
         (["perplexity", "-m", "small", "/dev/null"], "too few"),
         (["bench", "-m", "small", "--bench-ctx", 9999], "do not fit a context"),
         (["bench", "--from", ROOT / "models/README.md"], "not what --json of a bench writes"),
-        (["bench", "-m", SMALL, "--json", SMALL], "that is the model"),
-        (["bench", "-m", SMALL, "--csv", "none/x.csv"], "no such folder"),
+        (["tokenize", "-m", "small", "--decode", "9" * 30], "is not a token id"),
         (["models", "remove", "x"], "is not registered"),
         (["models", "add", "small", SMALL], "expected letters"),
         (["models", "add", "x", ROOT / "README.md"], "README.md"),
@@ -205,8 +211,7 @@ def test_margin_unless_given() -> None:
 def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
     """One line that says what could not be written, and no traceback; a closed standard output takes nothing from the answer."""
     args = ["generate", "-m", "small", "-p", TEXT, "-n", "5", "-q"]
-    for path, word in (("none/s.json", "no such folder"), ("/dev/full", "No space left on device")):
-        assert process(*args, "--stats-json", path, status=1).stderr == f"Error: {path}: {word}\n"
+    assert process(*args, "--stats-json", "/dev/full", status=1).stderr == "Error: /dev/full: No space left on device\n"
     command = [sys.executable, "-m", "ds4", *args]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
     with Path("/dev/full").open("wb") as full:
@@ -220,6 +225,49 @@ def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "s.json").read_text())["generated_tokens"] == 5
 
 
+def test_a_failure_leaves_no_output(tmp_path: Path) -> None:
+    """And figures of another run as they were; a link, a file's mode and standard output are what they were, too."""
+    (tmp_path / "far").write_text("figures")
+    (tmp_path / "far").chmod(0o640)
+    (tmp_path / "link").symlink_to("far")
+    for command in (["generate", "--stats-json"], ["bench", "--csv"], ["bench", "--json"], ["bench", "--plot"]):
+        for name in ("new", "link"):
+            run(*command, name, "-m", "small", "-c", 8, "-p", "word " * 20, status=1)
+    assert sorted(os.listdir(tmp_path)) == ["far", "link"] and (tmp_path / "far").read_text() == "figures"
+    generate = ["generate", "-m", "small", "-p", TEXT, "-n", 5]
+    run(*generate, "--stats-json", "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "far").stat().st_mode & 0o777 == 0o640
+    assert json.loads((tmp_path / "far").read_text())["generated_tokens"] == 5
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    with (tmp_path / "all").open("wb") as f:
+        command = [sys.executable, "-m", "ds4", *map(str, generate), "--stats-json", "/dev/stdout"]
+        subprocess.run(command, stdout=f, env=environment, check=True)
+    answer, _, figures = (tmp_path / "all").read_text().partition("{")
+    assert answer == run(*generate).stdout and json.loads("{" + figures)["generated_tokens"] == 5
+
+
+def test_as_ds4_does(ds4: Path, tmp_path: Path) -> None:
+    """Options that both programs have mean the same, and say the same beside the answer."""
+    (tmp_path / "p").write_bytes(TEXT.encode() + b"\r\n")
+    (tmp_path / "ids").write_text("5 6 7")
+    odd = ROOT / "tests/data/tiny/target.gguf"
+    for args in (
+        ["-m", SMALL, "--prompt-file", "p"],
+        ["-m", SMALL, "-p", TEXT, "--think"],
+        ["-m", SMALL, "-p", TEXT, "--mtp-draft", "0"],
+        ["-m", SMALL, "-p", TEXT, "--mtp-draft", "3"],
+        ["-m", SMALL, "-p", TEXT, "--mtp-draft", "auto", "-q"],
+        ["-m", SMALL, "-p", TEXT, "--mtp-margin", "0"],
+        ["-m", SMALL, "-p", TEXT, "--mtp-sampling", "rejection", "--temp", "1"],
+        ["-m", SMALL, "-p", TEXT, "--draft-lookup", "4", "--mtp-draft", "3"],
+        ["-m", odd, "--prompt-ids", "ids", "--print-ids"],
+    ):
+        ours = run("generate", "--no-mtp", *args, "-n", 12)
+        done = subprocess.run([str(a) for a in (ds4, *args, "-n", 12)], capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+        assert ours.stdout.rstrip("\n") == done.stdout.rstrip("\n")
+        assert ours.stderr.replace("ds4py: ", "ds4: note: ") == done.stderr
+
+
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     args = ["generate", "-p", TEXT, "-n", 20, "--mtp-draft", 2, "--mtp-margin", 3]
     unset = run(*args)
@@ -230,6 +278,8 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS4_MTP_MIN_MARGIN", "1000")
     result = run(*args)
     assert "margin 1000 below-margin" in result.stderr and result.stdout == unset.stdout
+    monkeypatch.setenv("DS4_MTP_CONF_LOG", "2")
+    assert "DS4_MTP_CONF_LOG" in run(*args, status=2).stderr
     monkeypatch.setenv("DS4_MTP_MIN_MARGIN", "x")
     assert "DS4_MTP_MIN_MARGIN" in run(*args, status=2).stderr
 

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem, get_completion_class
 
 from ds4 import names, registry
 from ds4.errors import Error
+from ds4.outputs import OutputFile, replacing, text_output
 from ds4.sampling import MAX_DEPTH, SamplerConfig
 
 if TYPE_CHECKING:
@@ -118,7 +120,7 @@ class Bias(click.ParamType):  # type: ignore[type-arg]
             pair = int(token), float(addend)
         except ValueError:
             pair = -1, 0.0
-        if pair[0] < 0 or not (pair[1] == -math.inf or -1000 <= pair[1] <= 1000):
+        if "_" in value or not 0 <= pair[0] <= MAX_TOKENS or not (pair[1] == -math.inf or -1000 <= pair[1] <= 1000):
             self.fail(f"{value!r}: expected ID:F, F -1000 to 1000 or -inf", param, ctx)
         return pair
 
@@ -132,7 +134,7 @@ def summed(pairs: Sequence[tuple[int, float]]) -> dict[int, float]:
 
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-OUT = click.Path(dir_okay=False, writable=True, path_type=Path)
+OUT = OutputFile()
 TEXT_FILE = click.Path(exists=True, dir_okay=False, allow_dash=True)
 
 
@@ -233,6 +235,23 @@ def sampler_of(o: dict[str, Any]) -> SamplerConfig:
     )  # fmt: skip
 
 
+def with_drafter(config: SamplerConfig, engine: Engine, quiet: bool) -> SamplerConfig:
+    """The config, without drafts where nothing drafts; which is said if any were asked for."""
+    if config.draft_core != "stock" or config.draft_lookup or engine.info.has_head:
+        return config
+    note_no_drafter(quiet)
+    return dataclasses.replace(config, speculative_depth=0)
+
+
+def note_no_drafter(quiet: bool) -> None:
+    """For a command that was asked for drafts and has nothing that drafts."""
+    ctx = click.get_current_context()
+    about = ("mtp_draft", "mtp_margin", "mtp_sampling", "mtp_shortlist")
+    given = [n for n in about if ctx.get_parameter_source(n) == ParameterSource.COMMANDLINE and (n != "mtp_draft" or ctx.params[n] != 0)]
+    if given:
+        note("without a head (--mtp FILE or --glm-mtp) or --draft-lookup nothing is drafted", quiet)
+
+
 # ---- what commands share ----
 
 
@@ -288,7 +307,9 @@ def opened(o: dict[str, Any], bar: Bar | None = None, **more: Any) -> Iterator[M
     settings["shortlist"] = o["mtp_shortlist"]
     settings["max_rewind"] = max(rewind, more.pop("least_rewind", 0))
     settings |= {"mtp_internal": True} if o["glm_mtp"] else {}
-    if os.environ.get("DS4_MTP_CONF_LOG") == "1":
+    if (log := os.environ.get("DS4_MTP_CONF_LOG", "")) not in ("", "0", "1"):
+        raise click.UsageError(f'DS4_MTP_CONF_LOG "{log}": expected 0 or 1')
+    if log == "1":
         settings |= {"conf_log": True, "log": lambda line: click.echo(line, err=True)}
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
@@ -301,6 +322,8 @@ def opened(o: dict[str, Any], bar: Bar | None = None, **more: Any) -> Iterator[M
         )
     for n in notes:
         note(str(n.message), o["quiet"])
+    if model.engine.info.base_model and o.get("thinking", "off") != "off":
+        note("the model has no chat template: it does not know how to think", o["quiet"])
     with model:
         yield model
 
@@ -309,16 +332,22 @@ def read_text(path: str) -> str:
     """A file's text, - for standard input; one newline at its end is dropped."""
     with click.open_file(path, "rb") as f:
         data: bytes = f.read()
-    return data.decode("utf-8", "surrogateescape").removesuffix("\n")
+    text = data.decode("utf-8", "surrogateescape")
+    return text[:-1].removesuffix("\r") if text.endswith("\n") else text
 
 
 def read_ids(path: str) -> list[int]:
     """Token ids with white space between them."""
     with click.open_file(path, "rb") as f:
         words = f.read().decode("utf-8", "replace").split()
+    return token_ids(words, f"{path}: ")
+
+
+def token_ids(words: Sequence[str], where: str = "") -> list[int]:
+    """What they say in digits."""
     for word in words:
-        if not (word.isascii() and word.isdigit()):
-            raise click.ClickException(f'{path}: "{word[:23]}" is not a token id')
+        if not (word.isascii() and word.isdigit() and int(word) < 1 << 31):
+            raise click.ClickException(f'{where}"{word[:23]}" is not a token id')
     return [int(word) for word in words]
 
 
@@ -332,6 +361,10 @@ def read_prompt(o: dict[str, Any], otherwise: str | None = "-") -> Prompt:
         raise click.UsageError("-p, --prompt-file and --prompt-ids: only one of them")
     if o["raw_prompt"] and o["rendered"]:
         raise click.UsageError("--raw-prompt and --rendered: only one of them")
+    if o["system"] is not None and (o["raw_prompt"] or o["rendered"] or o["prompt_ids"] is not None):
+        raise click.UsageError("--system needs the chat template: not with --raw-prompt, --rendered or --prompt-ids")
+    if o["prompt_ids"] is not None and (o["raw_prompt"] or o["rendered"]):
+        raise click.UsageError("--prompt-ids is used as it is: not with --raw-prompt or --rendered")
     if o["prompt_ids"] is not None:
         return read_ids(o["prompt_ids"])
     if o["prompt"] is not None:
@@ -355,18 +388,6 @@ def prompt_ids(engine: Engine, prompt: Prompt, o: dict[str, Any]) -> list[int]:
         note("the model's chat template is not DeepSeek-V4's, whose turns are used all the same; see --rendered", o["quiet"])
     text = data.decode("utf-8", "replace")
     return engine.chat_template([*system, {"role": "user", "content": text}], thinking=o["thinking"])
-
-
-def out_path(path: Path | None, engine: Engine) -> Path | None:
-    """Where output goes: not onto the model's files, and into a folder that is there."""
-    if path is None:
-        return None
-    for file in (engine.info.model_path, engine.info.mtp_path):
-        if file and path.exists() and os.path.samefile(path, file):
-            raise click.ClickException(f"{path}: that is the model")
-    if not path.parent.is_dir():
-        raise click.ClickException(f"{path}: no such folder")
-    return path
 
 
 _SHOWN = {i: "\ufffd" for i in [*range(0x20), *range(0x7F, 0xA0)] if chr(i) not in "\n\t"}
@@ -419,6 +440,8 @@ def stats_lines(stats: Stats, done: Completion, ms: float, config: SamplerConfig
     n = len(done.tokens)
     yield f"prompt     {stats.prompt_tokens:8} tokens {stats.prompt_ms:10.1f} ms {rate(stats.prompt_tokens, stats.prompt_ms):10.1f} tokens/s"
     yield f"generated  {n:8} tokens {ms:10.1f} ms {rate(n, ms):10.1f} tokens/s, ended by {done.finish_reason}"
+    if config.speculative_depth == 0 or config.draft_core == "none":
+        return
     each = stats.emitted / stats.cycles if stats.cycles else 0
     held = f"; margin {margin:g} held back {stats.below_margin} matches" if margin is not None else ""
     yield f"steps      {stats.cycles:8}, {each:.2f} tokens each{held}"
@@ -477,7 +500,7 @@ class Main(click.Group):
         except (Error, OSError) as e:
             if isinstance(e, BrokenPipeError):
                 raise
-            text = f"standard output: {e.strerror}" if isinstance(e, OSError) and e.filename is None else str(e)
+            text = f"{e.filename or 'standard output'}: {e.strerror}" if isinstance(e, OSError) else str(e)
             raise click.ClickException(text) from e
         except KeyboardInterrupt:
             click.echo(err=True)
@@ -525,8 +548,9 @@ main.add_command(
 def generate(print_ids: bool, stats: bool, stats_json: Path | None, **o: Any) -> None:
     """Answer a prompt: -p TEXT, a file, or standard input."""
     prompt, config, bar = read_prompt(o), sampler_of(o), Bar(o["quiet"])
-    with opened(o, bar) as model, model.engine.session() as session:
-        stats_json = out_path(stats_json, model.engine)
+    ids_only = o["prompt_ids"] is not None and print_ids and not o["stop"]
+    with opened(o, bar, raw_vocab_ok=ids_only) as model, model.engine.session() as session:
+        config = with_drafter(config, model.engine, o["quiet"])
         session.eval(prompt_ids(model.engine, prompt, o))
         bar.end()
         began = time.perf_counter()
@@ -557,18 +581,9 @@ def _stats_dict(engine: Engine, stats: Stats, done: Completion, ms: float) -> di
     }  # fmt: skip
 
 
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """A failed write does not say of itself what it wrote to."""
-    try:
-        yield
-    except OSError as e:
-        raise click.ClickException(f"{path}: {e.strerror}") from e
-
-
 def _write_json(path: Path, value: Any) -> None:
-    with _naming(path):
-        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    with text_output(path) as f:
+        f.write(json.dumps(value, indent=1) + "\n")
 
 
 CHAT_HELP = """\
@@ -653,7 +668,7 @@ def chat(**o: Any) -> None:
         import readline  # noqa: F401 - lines can be edited
     config, bar = sampler_of(o), Bar(o["quiet"])
     with opened(o, bar) as model:
-        talk = Talk(model, config, o)
+        talk = Talk(model, with_drafter(config, model.engine, o["quiet"]), o)
         bar.end()
         prompt = "> " if sys.stdin.isatty() else ""
         while True:
@@ -712,7 +727,7 @@ def inspect(tensors: bool, as_json: bool, **o: Any) -> None:
     sizes = [("model file, mapped", i.file_bytes), ("  its weights", i.weight_bytes)]
     sizes += [("head file, mapped", i.head_file_bytes), ("  its weights", i.head_weight_bytes)] if i.has_head else []
     sizes += [("scratch of a pass", i.scratch_bytes), ("tables", i.table_bytes), (f"session of {i.ctx}", i.session_bytes)]
-    sizes += [("in all, beside files", i.scratch_bytes + i.table_bytes + i.session_bytes)]
+    sizes += [("in all, beside files", i.scratch_bytes + i.table_bytes + i.session_bytes), ("batches, at most", i.batch_bytes)]
     lines += [f"  {label:<22}{as_bytes(n)}" for label, n in sizes]
     lines.append(f"runs with {i.isa} kernels, {i.threads} threads, kv {i.kv_type}, passes of {i.prefill_chunk}")
     if tensors:
@@ -742,10 +757,7 @@ def tokenize(text: str | None, file: str | None, control: bool, bos: bool, only_
     with opened(o | {"no_mtp": o["mtp"] is None and not o["glm_mtp"]}) as model:
         engine = model.engine
         if decode:
-            words = data.decode("utf-8", "replace").split()
-            if bad := next((w for w in words if not (w.isascii() and w.isdigit())), None):
-                raise click.ClickException(f'"{bad[:23]}" is not a token id')
-            click.echo(engine.detokenize_bytes([int(w) for w in words]), nl=False)
+            click.echo(engine.detokenize_bytes(token_ids(data.decode("utf-8", "replace").split())), nl=False)
             return
         ids = engine.prompt(data, control=control) if bos else engine.tokenize(data, control=control)
         if only_ids:
@@ -802,7 +814,7 @@ BENCH_TEXT = (
 @click.option(
     "-n", "--tokens", type=click.IntRange(1, MAX_TOKENS), default=64, show_default=True, help="Generated for each measurement."
 )
-@click.option("--mtp-draft", type=click.IntRange(1, MAX_DEPTH), help="A depth to try besides 1, 2, 3, 4 and 8.")
+@click.option("--mtp-draft", type=Depth(), metavar="N|auto", help="A depth to try besides 1, 2, 3, 4, 8 and auto.")
 @click.option(
     "--mtp-margin", type=FloatRange(0, 1000), help="The margin to try besides 0. [default: 3.0, and auto with 0 alone]"
 )
@@ -822,7 +834,7 @@ BENCH_TEXT = (
     "--from", "earlier", type=FILE, help="Measure nothing: take the figures that --json of ds4py bench or ./ds4 --bench wrote."
 )
 def bench(
-    tokens: int, mtp_draft: int | None, mtp_margin: float | None, draft_lookup: int, bench_ctx: list[int] | None, bench_runs: int,
+    tokens: int, mtp_draft: int | str | None, mtp_margin: float | None, draft_lookup: int, bench_ctx: list[int] | None, bench_runs: int,
     csv_file: Path | None, json_file: Path | None, plot: Path | None, earlier: Path | None, **o: Any,
 ) -> None:  # fmt: skip
     """Measure plain and speculative generation, passes by their rows, head steps, and how many drafts must be right to pay.
@@ -842,9 +854,10 @@ def bench(
         result = _read_result(earlier)
     else:
         prompt, bar = read_prompt(o, None), Bar(o["quiet"])
-        depths = sorted({*b.DEPTHS, *([mtp_draft] if mtp_draft else [])})
-        with opened(o, least_rewind=max(tokens, b.ROWS[-1])) as model:
-            csv_file, json_file, plot = (out_path(p, model.engine) for p in (csv_file, json_file, plot))
+        depths = sorted({*b.DEPTHS, *([mtp_draft] if isinstance(mtp_draft, int) and mtp_draft else [])})
+        with opened(o, least_rewind=max(tokens, b.ROWS[-1]), raw_vocab_ok=o["prompt_ids"] is not None) as model:
+            if not model.engine.info.has_head and not draft_lookup:
+                note_no_drafter(o["quiet"])
             ids = prompt_ids(model.engine, prompt, o) if prompt else model.engine.prompt(BENCH_TEXT)
             margin = margin_of({"mtp_margin": mtp_margin})
             result = b.measure(
@@ -858,12 +871,13 @@ def bench(
     )
     click.echo(f"{head}; medians of {result['runs']}\n\n{b.table(result)}", nl=False)
     if csv_file is not None:
-        with _naming(csv_file), csv_file.open("w", newline="", encoding="utf-8") as f:
+        with text_output(csv_file) as f:
             _write_csv(f, b.COLUMNS, b.rows(result))
     if json_file is not None:
         _write_json(json_file, result)
     if plot is not None:
-        b.plot(result, plot)
+        with replacing(plot) as file:
+            b.plot(result, file)
 
 
 def _read_result(path: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 
 from ds4 import gguf_write as gw
+from ds4.outputs import OutputFile, replacing
 
 CHUNK = 1 << 24  # elements made at a time
 PLAIN = (Type.F32, Type.F16, Type.BF16)
@@ -171,7 +172,13 @@ def stream(w: gguf.GGUFWriter, tensors: list[Contents]) -> None:
     sizes = [byte_size(*t[:3]) for t in tensors]
     for (name, shape, t, _), size in zip(tensors, sizes, strict=True):
         w.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=t)
-    w.write_header_to_file()
+    assert w.path is not None
+    with replacing(w.path) as file:
+        _stream(w, tensors, sizes, file)
+
+
+def _stream(w: gguf.GGUFWriter, tensors: list[Contents], sizes: list[int], file: Path) -> None:
+    w.write_header_to_file(file)
     w.write_kv_data_to_file()
     w.write_ti_data_to_file()
     assert w.fout is not None
@@ -311,8 +318,8 @@ def main() -> None:
 
 
 @main.command(short_help="Write a random target (may be left out).")
-@click.argument("out", type=click.Path(path_type=Path))
-@click.option("--head", type=click.Path(path_type=Path), help="Write an MTP head for it too.")
+@click.argument("out", type=OutputFile(models=True))
+@click.option("--head", type=OutputFile(models=True), help="Write an MTP head for it too.")
 @click.option("--layers", default=4, show_default=True, help="Ratios 0, 0, 4, 128, 4, 128, ...")
 @click.option("--ratios", help="Compression ratios of the layers, such as 0,4,128; instead of --layers.")
 @click.option("--type", "every", type=TypeName(), help="One type for all matrices that real files quantise.")
@@ -349,7 +356,7 @@ def target(
 
 @main.command("twin", short_help="Dequantise a file to F32.")
 @click.argument("source", metavar="IN", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=OutputFile(models=True))
 def twin_command(source: Path, out: Path) -> None:
     """Write the model of IN to OUT with every tensor in F32."""
     twin(source, out)

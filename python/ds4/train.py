@@ -27,6 +27,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor, nn
 
 from ds4 import gguf_write as gw
+from ds4.outputs import replacing
 
 SHAPE = gw.Shape(
     ratios=[0, 0, 4, 0, 128, 0, 4, 0],
@@ -782,10 +783,12 @@ def write_tensors(w: gguf.GGUFWriter, tensors: Tensors, dense: gguf.GGMLQuantiza
             w.add_tensor(name, x)
         else:
             w.add_tensor(name, gguf.quants.quantize(x, dense), raw_dtype=dense)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+    assert w.path is not None
+    with replacing(w.path) as file:
+        w.write_header_to_file(file)
+        w.write_kv_data_to_file()
+        w.write_tensors_to_file()
+        w.close()
 
 
 def full_writer(t: Trainer, path: Path, with_head: bool) -> gguf.GGUFWriter:
