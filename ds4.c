@@ -1624,7 +1624,7 @@ static void mat_tiles(tile_fn *tile, int most, int block, int64_t n, const uint8
     const int step = m <= most ? n_out : 8;
     for (int o = 0; o < n_out; o += step)
         for (int j = 0; j < m; j += most) {
-            tile_acts t = {0};
+            tile_acts t;
             const int count = m - j < most ? m - j : most;
             for (int k = 0; k < count; k++) {
                 const int64_t r = rows ? rows[j + k] : j + k;
@@ -1713,6 +1713,17 @@ INLINE_256 float join_256(floats256 a) {
     return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
 }
 
+/* The same for four at once. */
+INLINE_256 __m128 join_4_256(const floats256 *a) {
+    __m256 h[4], pair[2];
+    UNROLL for (int i = 0; i < 4; i++) h[i] = _mm256_add_ps(a[i].lo, a[i].hi);
+    UNROLL for (int i = 0; i < 2; i++) pair[i] =
+        _mm256_add_ps(_mm256_permute2f128_ps(h[i], h[i + 2], 0x20), _mm256_permute2f128_ps(h[i], h[i + 2], 0x31));
+    const __m256 q = _mm256_add_ps(_mm256_shuffle_ps(pair[0], pair[1], 0x44), _mm256_shuffle_ps(pair[0], pair[1], 0xee));
+    const __m128 low = _mm256_castps256_ps128(q), high = _mm256_extractf128_ps(q, 1);
+    return _mm_add_ps(_mm_shuffle_ps(low, high, 0x88), _mm_shuffle_ps(low, high, 0xdd));
+}
+
 /* 8 weights of a float type. */
 INLINE_256 __m256 load_floats_256(uint32_t type, const uint8_t *w, int64_t i) {
     if (type == T_F32) return _mm256_loadu_ps((const float *)(const void *)(w + 4 * i));
@@ -1723,24 +1734,33 @@ INLINE_256 __m256 load_floats_256(uint32_t type, const uint8_t *w, int64_t i) {
 /* O rows of float weights against J rows of activations, the sums in registers. */
 INLINE_256 void floats_256(uint32_t type, const int O, const int J, int64_t n, const uint8_t *w, size_t w_stride,
                            const float *const *x, float *out, size_t ldo) {
-    __m256 acc[2][4][3]; /* [half][o][j] */
-    UNROLL for (int h = 0; h < 2; h++) UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) acc[h][o][j] =
-        _mm256_setzero_ps();
+    floats256 acc[3][4]; /* [j][o] */
+    UNROLL for (int k = 0; k < O * J; k++) acc[k % J][k / J].lo = acc[k % J][k / J].hi = _mm256_setzero_ps();
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) UNROLL for (int h = 0; h < 2; h++) {
-            __m256 v[3];
-            UNROLL for (int j = 0; j < J; j++) v[j] = _mm256_loadu_ps(x[j] + i + 8 * h);
-            UNROLL for (int o = 0; o < O; o++) {
-                const __m256 a = load_floats_256(type, w + (size_t)o * w_stride, i + 8 * h);
-                UNROLL for (int j = 0; j < J; j++) acc[h][o][j] = _mm256_fmadd_ps(a, v[j], acc[h][o][j]);
+    for (; i + LANES <= n; i += LANES) {
+        floats256 v[3];
+        UNROLL for (int j = 0; j < J; j++) v[j] = (floats256){_mm256_loadu_ps(x[j] + i), _mm256_loadu_ps(x[j] + i + 8)};
+        UNROLL for (int o = 0; o < O; o++) {
+            const uint8_t *row = w + (size_t)o * w_stride;
+            const floats256 a = {load_floats_256(type, row, i), load_floats_256(type, row, i + 8)};
+            UNROLL for (int j = 0; j < J; j++) {
+                acc[j][o].lo = _mm256_fmadd_ps(a.lo, v[j].lo, acc[j][o].lo);
+                acc[j][o].hi = _mm256_fmadd_ps(a.hi, v[j].hi, acc[j][o].hi);
             }
         }
-    UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) {
-        float lanes[LANES], *to = out + (size_t)j * ldo + o;
-        _mm256_storeu_ps(lanes, acc[0][o][j]);
-        _mm256_storeu_ps(lanes + 8, acc[1][o][j]);
-        *to = i == n ? join_256((floats256){acc[0][o][j], acc[1][o][j]})
-                     : float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
+    }
+    if (i < n) {
+        for (int o = 0; o < O; o++)
+            for (int j = 0; j < J; j++) {
+                float lanes[LANES];
+                _mm256_storeu_ps(lanes, acc[j][o].lo);
+                _mm256_storeu_ps(lanes + 8, acc[j][o].hi);
+                out[(size_t)j * ldo + (size_t)o] = float_dot_from(type, n, i, w + (size_t)o * w_stride, x[j], lanes);
+            }
+    } else if (O == 4) {
+        UNROLL for (int j = 0; j < J; j++) _mm_storeu_ps(out + (size_t)j * ldo, join_4_256(acc[j]));
+    } else {
+        UNROLL for (int k = 0; k < O * J; k++) out[(size_t)(k % J) * ldo + (size_t)(k / J)] = join_256(acc[k % J][k / J]);
     }
 }
 
@@ -5154,6 +5174,25 @@ static void rope(float *x, int pairs, const float *table, float direction) {
     }
 }
 
+/* Makes the rows and columns of c (n, n) sum to 1, in turns: columns first, and last. */
+ALWAYS_INLINE void balance(const int n, int iterations, float eps, float *c) {
+    float sum[MAX_STREAMS];
+    for (int step = 0; step < iterations; step++) {
+        for (int a = 0; step > 0 && a < n; a++) {
+            float row = 0;
+            for (int b = 0; b < n; b++) row += c[a * n + b];
+            row += eps;
+            for (int b = 0; b < n; b++) c[a * n + b] /= row;
+        }
+        for (int b = 0; b < n; b++) sum[b] = 0;
+        for (int a = 0; a < n; a++)
+            for (int b = 0; b < n; b++) sum[b] += c[a * n + b];
+        for (int b = 0; b < n; b++) sum[b] += eps;
+        for (int a = 0; a < n; a++)
+            for (int b = 0; b < n; b++) c[a * n + b] /= sum[b];
+    }
+}
+
 /* From t = fn @ streams and their rms_factor: pre (n), post (n) and the mixing matrix (n, n) in place of it. */
 static void hyper_coefficients(const kernels *k, const hyper *h, int n, int iterations, float eps, float factor, float *t) {
     float *c = t + 2 * n;
@@ -5172,18 +5211,8 @@ static void hyper_coefficients(const kernels *k, const hyper *h, int n, int iter
         k->softmax(n, c + a * n, 0, false);
         for (int b = 0; b < n; b++) c[a * n + b] += eps;
     }
-    for (int step = 0; step < iterations; step++) {
-        for (int a = 0; step > 0 && a < n; a++) {
-            float sum = 0;
-            for (int b = 0; b < n; b++) sum += c[a * n + b];
-            for (int b = 0; b < n; b++) c[a * n + b] /= sum + eps;
-        }
-        for (int b = 0; b < n; b++) {
-            float sum = 0;
-            for (int a = 0; a < n; a++) sum += c[a * n + b];
-            for (int a = 0; a < n; a++) c[a * n + b] /= sum + eps;
-        }
-    }
+    if (n == 4) balance(4, iterations, eps, c); /* as models have it: its loops unrolled */
+    else balance(n, iterations, eps, c);
 }
 
 /* A float as an integer of the same order; equal numbers (0 and -0 too) are equal, NaN has a place. */
@@ -5565,6 +5594,13 @@ static void hyper_leave(pass *p) {
 
 /* ---- attention: projections ---- */
 
+/* Compressed rows that row r may see. */
+static int visible_windows(const pass *p, int r) { return p->l->ratio ? (p->rows[r].position + 1) / p->l->ratio : 0; }
+/* Whether the indexer picks among them: decided from the row's own position. */
+static bool picks_windows(const pass *p, int r) {
+    return p->l->ratio == 4 && visible_windows(p, r) > p->e->model->c.index_top_k;
+}
+
 static void finish_q_kv(void *ctx, int64_t begin, int64_t end, int thread) {
     const pass *p = ctx;
     ds4_engine *e = p->e;
@@ -5613,6 +5649,8 @@ static void project(const pass *p) {
     const layer *l = p->l;
     scratch *s = &e->s;
     product *list = s->list;
+    bool picks = false; /* else the indexer's queries are not asked for */
+    for (int r = 0; r < p->n; r++) picks = picks || picks_windows(p, r);
     int n = 0;
     list[n++] = product_of(&l->q_a, &s->in_y, s->qr);
     list[n++] = product_of(&l->kv, &s->in_y, s->kv);
@@ -5623,14 +5661,14 @@ static void project(const pass *p) {
     if (l->ratio == 4) {
         list[n++] = product_of(&l->index.kv, &s->in_y, s->index_kv);
         list[n++] = product_of(&l->index.gate, &s->in_y, s->index_gate);
-        list[n++] = product_of(&l->index_w, &s->in_y, s->index_w);
     }
+    if (picks) list[n++] = product_of(&l->index_w, &s->in_y, s->index_w);
     products(&e->dev, list, n);
     pool_run(e->dev.pool, p->n, c->q_rank / 8, norm_qr, (void *)(uintptr_t)p);
     input_set(&s->in_qr, s->qr, p->n);
     n = 0;
     list[n++] = product_of(&l->q_b, &s->in_qr, s->q);
-    if (l->ratio == 4) list[n++] = product_of(&l->index_q, &s->in_qr, s->index_q);
+    if (picks) list[n++] = product_of(&l->index_q, &s->in_qr, s->index_q);
     products(&e->dev, list, n);
     pool_run(e->dev.pool, p->n, (int64_t)c->n_heads * c->head_dim / 4, finish_q_kv, (void *)(uintptr_t)p);
     store_kv(p);
@@ -5708,13 +5746,6 @@ static void compress(const pass *p, const compressor *comp, bool index) {
 }
 
 /* ---- indexer ---- */
-
-/* Compressed rows that row r may see. */
-static int visible_windows(const pass *p, int r) { return p->l->ratio ? (p->rows[r].position + 1) / p->l->ratio : 0; }
-/* Whether the indexer picks among them: decided from the row's own position. */
-static bool picks_windows(const pass *p, int r) {
-    return p->l->ratio == 4 && visible_windows(p, r) > p->e->model->c.index_top_k;
-}
 
 typedef struct {
     const pass *p;

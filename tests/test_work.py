@@ -16,6 +16,7 @@ from reference import Array, Model, load
 FIELDS = (
     "passes", "rows", "head_passes", "head_rows", "repaired_rows", "logit_rows", "weight_bytes", "experts", "kv_rows", "index_rows",
 )  # fmt: skip
+QUERIES = r"_exps|indexer\.(attn_q_b|proj)\."
 VECTORS = re.compile(r"(norm|_base|_scale|_ape|_sinks|tid2eid)\.weight$|\.bias$|^token_embd")
 PROMPT = 40
 
@@ -44,9 +45,10 @@ class Sizes:
         if text:
             self.routes.forward(np.array(text))
 
-    def dense(self, prefix: str) -> int:
-        """Bytes of a block's matrices without its routed experts."""
-        return sum(n for t, n in self.bytes.items() if t.startswith(prefix) and not VECTORS.search(t) and "_exps" not in t)
+    def dense(self, prefix: str, picks: bool = True) -> int:
+        """Bytes of a block's matrices without its routed experts; without the indexer's queries where no row has windows to pick from."""
+        left_out = "_exps" if picks else QUERIES
+        return sum(n for t, n in self.bytes.items() if t.startswith(prefix) and not VECTORS.search(t) and not re.search(left_out, t))
 
     def expert(self, prefix: str) -> int:
         """Bytes of one of its experts."""
@@ -81,10 +83,11 @@ class Sizes:
             out["rows"] += len(rows)
             out["logit_rows"] += with_logits
             out["weight_bytes"] += self.output if with_logits else 0
+            picks = self.attended(max(rows))[1] > 0
             for layer in range(self.layers):
                 chosen = self.experts(layer, rows)
                 out["experts"] += chosen
-                out["weight_bytes"] += self.dense(f"blk.{layer}.") + chosen * self.expert(f"blk.{layer}.")
+                out["weight_bytes"] += self.dense(f"blk.{layer}.", picks) + chosen * self.expert(f"blk.{layer}.")
             for position in rows:
                 seen, scored = self.attended(position)
                 out["kv_rows"] += seen
@@ -180,7 +183,8 @@ def test_a_batch_is_one_pass(data: Path) -> None:
         for i in range(every[0].layers)
     ]
     assert (got["passes"], got["rows"], got["logit_rows"], got["experts"]) == (1, 13, 5, sum(chosen))
-    blocks = sum(every[0].dense(f"blk.{i}.") + n * every[0].expert(f"blk.{i}.") for i, n in enumerate(chosen))
+    picks = every[0].attended(max(map(max, rows)))[1] > 0
+    blocks = sum(every[0].dense(f"blk.{i}.", picks) + n * every[0].expert(f"blk.{i}.") for i, n in enumerate(chosen))
     assert got["weight_bytes"] == blocks + every[0].output
     assert got["kv_rows"] == sum(s.attended(q)[0] for s, r in zip(every, rows, strict=True) for q in r)
 
@@ -233,10 +237,11 @@ def test_a_shortlist_is_what_a_step_reads(root: Path) -> None:
     """Of the output matrix the first ids and the text's own, those of two sessions once; the target reads all of it."""
     sizes = Sizes(root / "models")
     row = sizes.bytes["output.weight"] // int(sizes.m["vocab_size"])
-    blocks = sum(sizes.dense(f"blk.{i}.") for i in range(sizes.layers)) + sizes.dense("mtp.0.")
     with opened(sizes, sizes.head, mtp_shortlist=100) as engine:
         texts = [list(range(50, 250, 4)), list(range(60, 400, 5))]
         sessions = [started(engine, text, 1) for text in texts]
+        picks = sizes.attended(max(map(len, texts)))[1] > 0
+        blocks = sum(sizes.dense(f"blk.{i}.", picks) for i in range(sizes.layers)) + sizes.dense("mtp.0.")
         for s in sessions:
             s.draft(7, 1)  # the rows before are made
         for group in ([0], [1], [0, 1]):

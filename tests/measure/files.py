@@ -97,11 +97,12 @@ def kind_of(name: str) -> str | None:
     return KINDS[5] if small else KINDS[1]
 
 
-def bytes_read(tensors: Iterable[TensorInfo], experts: int, used: int, rows: int = 1) -> dict[str, float]:
-    """Bytes by KINDS that a pass has to read once: of the experts those that `rows` independent rows pick, on the average."""
+def bytes_read(tensors: Iterable[TensorInfo], experts: int, used: int, rows: int = 1, picks: bool = True) -> dict[str, float]:
+    """Bytes by KINDS that a pass has to read once: of the experts those that `rows` independent rows pick, on the average; the
+    indexer's queries if any row has windows to pick from."""
     out = dict.fromkeys(KINDS, 0.0)
     for t in tensors:
         kind = None if t.head else kind_of(t.name)
-        if kind:
+        if kind and (picks or not ("indexer.attn_q" in t.name or "indexer.proj" in t.name)):
             out[kind] += t.bytes * (1 - (1 - used / experts) ** rows if kind == KINDS[0] else 1)
     return out

@@ -83,7 +83,7 @@ def decode(b: Bench) -> None:
                 sides[MEMORY] = partial(read_speed, threads)
                 ours.speeds([PROMPT], 2)
                 of = b.sides("decode", model.name, threads, sides, "tokens/s")
-                kinds = files.bytes_read(ours.engine.tensors(), ours.engine.info.experts, ours.engine.info.experts_used)
+                kinds = files.bytes_read(ours.engine.tensors(), ours.engine.info.experts, ours.engine.info.experts_used, picks=False)
             read, speed = of[MEMORY, "read"], of[DS4, "decode"]
             a_token = sum(kinds.values()) * 1e-9
             bound = tuple(v / a_token for v in read.values)
