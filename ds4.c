@@ -6811,7 +6811,7 @@ enum { PACE_LEADS = 8, PACE_MATCHES = 6 };
 static const double PACE_PRIOR = 0.7; /* of a first draft, until there is evidence */
 static const double PACE_KEEP = 127 / 128.0; /* of the evidence, with each new draft */
 static const double PACE_RECENT = 6;
-static const double PACE_DEBT = 1.5; /* in plain passes */
+static const double PACE_DEBT = 1; /* a plain pass */
 static const double PACE_TRIALS = 0.007;
 static const double PACE_YOUNG = 0.02; /* instead, in the first PACE_YOUTH cycles: a text may begin badly */
 enum { PACE_YOUTH = 128 };

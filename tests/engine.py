@@ -106,6 +106,11 @@ class Engine:
     def session(self) -> Session:
         return Session(self, check(lib.ds4_engine_open_session(self.p)))
 
+    def prompt(self, text: str) -> list[int]:
+        raw = text.encode()
+        out = ffi.new("int[]", len(raw) + 1)
+        return list(out[0 : check(lib.ds4_prompt(self.p, raw, len(raw), False, out, len(out)))])
+
     def close(self) -> None:
         lib.ds4_engine_free(self.p)
 
