@@ -1864,30 +1864,8 @@ INLINE_256 void quantise_32_256(int64_t n, const float *x, int8_t *q, float *d, 
     }
 }
 
-/* 16 bytes from each of 8 blocks, as four vectors whose lane b is the k-th word of block b (see gather_words_512). */
-INLINE_256 void gather_words_256(const uint8_t *b, int64_t size, int64_t blocks, __m256i w[4]) {
-    __m256i r[4];
-    UNROLL for (int i = 0; i < 4; i++) {
-        const uint8_t *p = b + size * (i < blocks ? i : blocks - 1), *q = b + size * (4 + i < blocks ? 4 + i : blocks - 1);
-        r[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)p)),
-                                       _mm_loadu_si128((const void *)q), 1);
-    }
-    const __m256i a = _mm256_unpacklo_epi32(r[0], r[1]), c = _mm256_unpackhi_epi32(r[0], r[1]);
-    const __m256i d = _mm256_unpacklo_epi32(r[2], r[3]), e = _mm256_unpackhi_epi32(r[2], r[3]);
-    w[0] = _mm256_unpacklo_epi64(a, d);
-    w[1] = _mm256_unpackhi_epi64(a, d);
-    w[2] = _mm256_unpacklo_epi64(c, e);
-    w[3] = _mm256_unpackhi_epi64(c, e);
-}
-
-/* Weights of 32-value types, 8 blocks at a time (see group512): signed bytes for Q8_0, for the others unsigned ones that are
- * q32_offset too large. */
-typedef struct {
-    __m256i w[8];
-    __m256 scale;
-} group256;
-
 ALWAYS_INLINE int q32_bytes(uint32_t type) { return type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17; }
+/* Weights of 32-value types are signed bytes for Q8_0, for the others unsigned ones that are so much too large. */
 ALWAYS_INLINE int q32_offset(uint32_t type) { return type == T_Q4_0 ? 8 : type == T_MXFP4 ? 12 : 0; }
 
 /* MXFP4's values, doubled and 12 too large. */
@@ -1915,147 +1893,23 @@ INLINE_256 __m128i first_halves_256(const uint8_t *b, const int64_t size) {
     return _mm_blend_epi16(v, _mm_loadu_si128((const void *)(b + 7 * (size - 2))), 0x80);
 }
 
-/* The scales of 8 blocks, or of fewer and then of the last one again. */
-INLINE_256 __m256 group_scales_256(uint32_t type, const uint8_t *b, int64_t blocks) {
+/* The scales of 8 blocks. */
+INLINE_256 __m256 group_scales_256(uint32_t type, const uint8_t *b) {
     const int size = q32_bytes(type);
-    if (type != T_MXFP4 && blocks == 8) return _mm256_cvtph_ps(first_halves_256(b, size));
-    uint64_t v[2] = {0};
-    UNROLL for (int i = 0; i < 8; i++) {
-        const uint8_t *p = b + size * (i < blocks ? i : blocks - 1);
-        if (type == T_MXFP4) v[0] |= (uint64_t)p[0] << (8 * i);
-        else v[i / 4] |= (uint64_t)load_u16(p) << (16 * (i % 4));
-    }
-    const __m128i all = _mm_set_epi64x((long long)v[1], (long long)v[0]);
-    return type == T_MXFP4 ? mxfp4_scales_256(_mm256_cvtepu8_epi32(all)) : _mm256_cvtph_ps(all);
+    if (type != T_MXFP4) return _mm256_cvtph_ps(first_halves_256(b, size));
+    uint64_t v = 0;
+    UNROLL for (int i = 0; i < 8; i++) v |= (uint64_t)b[size * i] << (8 * i);
+    return mxfp4_scales_256(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)v)));
 }
 
-INLINE_256 void unpack_group_256(uint32_t type, const uint8_t *b, int64_t blocks, group256 *u) {
-    const int64_t size = q32_bytes(type);
-    fetch(b, 2 * AHEAD, 8 * size); /* two rows pass at a time */
-    u->scale = group_scales_256(type, b, blocks);
-    if (type == T_Q8_0) {
-        gather_words_256(b + 2, size, blocks, u->w);
-        gather_words_256(b + 18, size, blocks, u->w + 4);
-        return;
-    }
-    const __m256i low = _mm256_set1_epi8(15);
-    const __m256i e2m1 = e2m1_256();
-    gather_words_256(b + size - 16, size, blocks, u->w);
-    UNROLL for (int k = 0; k < 4; k++) {
-        const __m256i hi = _mm256_and_si256(_mm256_srli_epi16(u->w[k], 4), low), lo = _mm256_and_si256(u->w[k], low);
-        u->w[k + 4] = type == T_Q4_0 ? hi : _mm256_shuffle_epi8(e2m1, hi);
-        u->w[k] = type == T_Q4_0 ? lo : _mm256_shuffle_epi8(e2m1, lo);
-    }
+/* Minus what weights that are too large add to the integers of 8 blocks whose activations sum up, in halves, to `sum`. */
+INLINE_256 __m256i excess_256(uint32_t type, const int16_t *sum) {
+    return _mm256_madd_epi16(_mm256_loadu_si256((const void *)sum), _mm256_set1_epi16((short)-q32_offset(type)));
 }
 
-INLINE_256 __m256i first_lanes_256(int64_t lanes) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
-
-INLINE_256 __m256i load_lanes_256(int64_t lanes, const void *p) {
-    return lanes == 8 ? _mm256_loadu_si256(p) : _mm256_maskload_epi32(p, first_lanes_256(lanes));
-}
-
-/* Minus what weights that are too large add to the integers of blocks whose activations sum up, in halves, to `sum`. */
-INLINE_256 __m256i excess_256(uint32_t type, int64_t blocks, const int16_t *sum) {
-    return _mm256_madd_epi16(load_lanes_256(blocks, sum), _mm256_set1_epi16((short)-q32_offset(type)));
-}
-
-/* Blocks' integers, times the scales of the weights and of the activations d, added to their lanes. */
-INLINE_256 __m256 add_lanes_256(int64_t blocks, __m256i dot, __m256 scale, const float *d, __m256 lanes) {
-    const __m256 a = _mm256_castsi256_ps(load_lanes_256(blocks, d));
-    const __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(scale, a), lanes);
-    return blocks == 8 ? sum : _mm256_blendv_ps(lanes, sum, _mm256_castsi256_ps(first_lanes_256(blocks)));
-}
-
-/* The integers of O rows of weights and J rows of activations q, `lanes` blocks of each, whose words lie `step` bytes apart.
- * Signed bytes: |w| * (a with the sign of w), whose pairs cannot saturate, 2 * 128 * 127 < 2^15. Unsigned ones: four pairs of
- * MXFP4 reach 8 * 24 * 127, eight of Q4_0 16 * 15 * 127; offset * the sum of the block's activations is taken off again. */
-INLINE_256 void group_dots_256(uint32_t type, const int O, const int J, int64_t lanes, int64_t step, const group256 *u,
-                               const int8_t *const *q, const int16_t *const *sum, __m256i dot[2][4]) {
-    const __m256i one = _mm256_set1_epi16(1);
-    if (type == T_Q8_0) {
-        UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) dot[o][j] = _mm256_setzero_si256();
-        UNROLL for (int k = 0; k < 8; k++) UNROLL for (int j = 0; j < J; j++) {
-            const __m256i a = load_lanes_256(lanes, q[j] + k * step);
-            UNROLL for (int o = 0; o < O; o++) {
-                const __m256i w = u[o].w[k], p = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
-                dot[o][j] = _mm256_add_epi32(dot[o][j], _mm256_madd_epi16(p, one));
-                IN_ORDER(dot[o][j]);
-            }
-        }
-        return;
-    }
-    UNROLL for (int j = 0; j < J; j++) {
-        const __m256i excess = excess_256(type, lanes, sum[j]);
-        UNROLL for (int o = 0; o < O; o++) dot[o][j] = excess;
-    }
-    UNROLL for (int h = 0; h < 2; h++) {
-        __m256i p[2][4];
-        UNROLL for (int k = 4 * h; k < 4 * h + 4; k++) UNROLL for (int j = 0; j < J; j++) {
-            const __m256i a = load_lanes_256(lanes, q[j] + k * step);
-            UNROLL for (int o = 0; o < O; o++) {
-                const __m256i v = _mm256_maddubs_epi16(u[o].w[k], a);
-                p[o][j] = k == 4 * h ? v : _mm256_add_epi16(p[o][j], v);
-            }
-        }
-        UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) dot[o][j] =
-            _mm256_add_epi32(dot[o][j], _mm256_madd_epi16(p[o][j], one));
-    }
-}
-
-/* Products of a few outputs with a tile of activations go through the values in chunks: a chunk of the tile stays in the first
- * cache while the outputs pass, and each output's weights are unpacked once for all rows. Here are the sums in the meantime. */
-enum { OUTS_256 = 4 };
-typedef struct {
-    _Alignas(32) float lane[OUTS_256][TILE][LANES];
-} sums256;
-
-ALWAYS_INLINE int64_t chunk_256(int m) { return m > 8 ? 1024 : m > 4 ? 2048 : 4096; }
-
-/* O rows of weights, already unpacked, against rows j .. j+J-1 of the tile, for `lanes` blocks from b. */
-INLINE_256 void q32_part_256(uint32_t type, const int O, const int J, const int64_t lanes, int64_t n, int64_t b,
-                             const group256 *u, const tile_acts *x, int j, float (*acc)[TILE][LANES]) {
-    const int64_t group = n / 32 - (b & ~(int64_t)15), step = 4 * (group < LANES ? group : LANES);
-    const int8_t *q[4];
-    const int16_t *sum[4];
-    __m256i dot[2][4];
-    UNROLL for (int i = 0; i < J; i++) {
-        q[i] = x->q[j + i] + (b & ~(int64_t)15) * 32 + (b & 15) * 4;
-        sum[i] = x->sum[j + i] + 2 * b;
-    }
-    group_dots_256(type, O, J, lanes, step, u, q, sum, dot);
-    UNROLL for (int i = 0; i < J; i++) UNROLL for (int o = 0; o < O; o++) {
-        float *lane = acc[o][j + i] + (b & 8);
-        _mm256_store_ps(lane, add_lanes_256(lanes, dot[o][i], u[o].scale, x->d[j + i] + b, _mm256_load_ps(lane)));
-    }
-}
-
-/* O rows of weights against all m rows of the tile, for `lanes` blocks from b. */
-INLINE_256 void q32_group_256(uint32_t type, const int O, const int64_t lanes, int64_t n, int64_t b, const uint8_t *w,
-                              size_t w_stride, const tile_acts *x, int m, float (*acc)[TILE][LANES]) {
-    group256 u[2];
-    UNROLL for (int o = 0; o < O; o++) unpack_group_256(type, w + (size_t)o * w_stride, lanes, &u[o]);
-    int j = 0;
-    if (O == 2) {
-        for (; j + 4 <= m; j += 4) q32_part_256(type, O, 4, lanes, n, b, u, x, j, acc);
-        if (j + 2 <= m) q32_part_256(type, O, 2, lanes, n, b, u, x, j, acc);
-        j = m & ~1;
-    }
-    for (; j < m; j++) q32_part_256(type, O, 1, lanes, n, b, u, x, j, acc);
-}
-
-/* One or two rows of weights from value i to `end`. */
-INLINE_256 void q32_chunk_256(uint32_t type, int rows, int64_t n, int64_t i, int64_t end, const uint8_t *w, size_t w_stride,
-                              const tile_acts *x, int m, float (*acc)[TILE][LANES]) {
-    for (int64_t b = i / 32; b < end / 32; b += 8) {
-        const int64_t left = n / 32 - b;
-        const uint8_t *p = w + b * q32_bytes(type);
-        if (left >= 8 && rows == 2) q32_group_256(type, 2, 8, n, b, p, w_stride, x, m, acc);
-        else
-            for (int o = 0; o < rows; o++)
-                q32_group_256(type, 1, left < 8 ? left : 8, n, b, p + (size_t)o * w_stride, w_stride, x, m, acc + o);
-    }
+/* Eight blocks' integers, times the scales of the weights and of the activations d, added to their lanes. */
+INLINE_256 __m256 add_lanes_256(__m256i dot, __m256 scale, const float *d, __m256 lanes) {
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(scale, _mm256_loadu_ps(d)), lanes);
 }
 
 /* Of two vectors' lanes, pairs added: (a0+a2, b0+b2, a1+a3, b1+b3) in each half. */
@@ -2067,7 +1921,7 @@ INLINE_256 __m256i add_quads_256(__m256i a, __m256i b) {
     return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
 }
 
-/* A block's weights in natural order: as in group256, signed bytes or unsigned ones that are too large. */
+/* A block's weights in natural order, signed bytes or unsigned ones that are too large. */
 INLINE_256 __m256i block_256(uint32_t type, const uint8_t *b) {
     if (type == T_Q8_0) return _mm256_loadu_si256((const void *)(b + 2));
     const __m128i both = _mm_loadu_si128((const void *)(b + q32_bytes(type) - 16));
@@ -2076,7 +1930,8 @@ INLINE_256 __m256i block_256(uint32_t type, const uint8_t *b) {
     return type == T_Q4_0 ? w : _mm256_shuffle_epi8(e2m1_256(), w);
 }
 
-/* The products of a block's weights u with activations a, summed up by fours. */
+/* The products of a block's weights u with activations a, summed up by fours. Signed bytes: |w| * (a with the sign of w), whose
+ * pairs cannot saturate, 2 * 128 * 127 < 2^15. */
 INLINE_256 __m256i block_fours_256(uint32_t type, __m256i u, const int8_t *a) {
     const __m256i v = _mm256_loadu_si256((const void *)a);
     const __m256i p =
@@ -2104,7 +1959,7 @@ INLINE_256 void eight_dots_256(uint32_t type, const int J, const uint8_t *w, con
                                                                  _mm256_permute2x128_si256(quad[j][0], quad[j][1], 0x31));
 }
 
-/* Few rows of activations, J of them from row j on, of n values in natural order: rows of weights are read from end to end, and
+/* Few rows of activations, J of them from row j0 on, of n values in natural order: rows of weights are read from end to end, and
  * nothing of them is put in another order. Groups of 8 blocks are the lower and the upper lanes in turn; n is a multiple of 256. */
 INLINE_256 void q32_rows_in_order_256(uint32_t type, const int J, int64_t n, const uint8_t *w, const int8_t *q,
                                       const tile_acts *x, int j0, float *out, size_t ldo) {
@@ -2115,12 +1970,12 @@ INLINE_256 void q32_rows_in_order_256(uint32_t type, const int J, int64_t n, con
             const uint8_t *from = w + at * q32_bytes(type);
             if (at == n / 32) break;
             fetch_ahead(from, 8 * q32_bytes(type));
-            const __m256 scale = group_scales_256(type, from, 8);
+            const __m256 scale = group_scales_256(type, from);
             __m256i dot[4];
             eight_dots_256(type, J, from, q + 32 * at, n, dot);
             UNROLL for (int j = 0; j < J; j++) {
-                if (type != T_Q8_0) dot[j] = _mm256_add_epi32(dot[j], excess_256(type, 8, x->sum[j0 + j] + 2 * at));
-                acc[j][h] = add_lanes_256(8, dot[j], scale, x->d[j0 + j] + at, acc[j][h]);
+                if (type != T_Q8_0) dot[j] = _mm256_add_epi32(dot[j], excess_256(type, x->sum[j0 + j] + 2 * at));
+                acc[j][h] = add_lanes_256(dot[j], scale, x->d[j0 + j] + at, acc[j][h]);
             }
         }
     UNROLL for (int j = 0; j < J; j++) out[(size_t)(j0 + j) * ldo] = join_256((floats256){acc[j][0], acc[j][1]});
@@ -2133,31 +1988,6 @@ INLINE_256 void q32_few_256(uint32_t type, int J, int64_t n, const uint8_t *w, c
     else if (J == 3) q32_rows_in_order_256(type, 3, n, w, q, x, j, out, ldo);
     else q32_rows_in_order_256(type, 4, n, w, q, x, j, out, ldo);
 }
-
-/* A tile of quantised weights by the function `chunk`, which takes one or two of its rows. */
-#define CHUNK_TILE_256(name, chunk)                                                                                        \
-    INLINE_256 void name(uint32_t type, TILE_ARGS) {                                                                       \
-        const int64_t step = chunk_256(m);                                                                                 \
-        for (int first = 0; first < n_out; first += OUTS_256) {                                                            \
-            const int outs = n_out - first < OUTS_256 ? n_out - first : OUTS_256;                                          \
-            const uint8_t *rows = w + (size_t)first * w_stride;                                                            \
-            sums256 s;                                                                                                     \
-            for (int o = 0; o < outs; o++) memset(s.lane[o], 0, (size_t)m * sizeof s.lane[o][0]);                          \
-            for (int64_t i = 0; i < n; i += step) {                                                                        \
-                const int64_t end = n - i < step ? n : i + step;                                                           \
-                for (int o = 0; o < outs; o += 2)                                                                          \
-                    chunk(type, outs - o < 2 ? 1 : 2, n, i, end, rows + (size_t)o * w_stride, w_stride, x, m, s.lane + o); \
-            }                                                                                                              \
-            for (int o = 0; o < outs; o++)                                                                                 \
-                for (int j = 0; j < m; j++) {                                                                              \
-                    const float *lane = s.lane[o][j];                                                                      \
-                    const floats256 all = {_mm256_load_ps(lane), _mm256_load_ps(lane + 8)};                                \
-                    out[(size_t)j * ldo + (size_t)(first + o)] = join_256(all);                                            \
-                }                                                                                                          \
-        }                                                                                                                  \
-    }
-
-CHUNK_TILE_256(q32_rows_256, q32_chunk_256)
 
 /* Eight vectors of eight words, their rows for columns. */
 INLINE_256 void transpose_256(const __m256i *v, __m256i *to) {
@@ -2183,19 +2013,6 @@ INLINE_256 void natural_order_256(int64_t n, const int8_t *q, int8_t *to) {
         transpose_256(v, block);
         UNROLL for (int i = 0; i < 8; i++) _mm256_storeu_si256((void *)(to + (b + i) * 32), block[i]);
     }
-}
-
-INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
-    enum { MOST = 32768 };
-    const int few = type == T_Q8_0 ? 7 : 1; /* the others' order costs less, and they wait less for memory */
-    if (m > few || m * n > MOST || n % 256) {
-        q32_rows_256(type, n, w, w_stride, n_out, x, m, out, ldo);
-        return;
-    }
-    int8_t q[MOST];
-    for (int j = 0; j < m; j++) natural_order_256(n, x->q[j], q + j * n);
-    for (int o = 0; o < n_out; o++, w += w_stride)
-        for (int j = 0; j < m; j += 4) q32_few_256(type, m - j < 4 ? m - j : 4, n, w, q + j * n, x, j, out + o, ldo);
 }
 
 /* A block of 256 weights in the order of act_offset, half of each part at a time: unsigned bytes (Q3_K: 4 too large, Q6_K: 32);
@@ -2400,159 +2217,309 @@ INLINE_256 __m128i sum_each_256(const __m256i *v) {
     return _mm_add_epi32(_mm256_castsi256_si128(c), _mm256_extracti128_si256(c, 1));
 }
 
-/* Up to 4 blocks of a row of weights. */
-typedef struct {
-    wblock256 block[4];
-    __m128 d, dmin;
-} blocks256;
-
-/* A block of O rows of weights against J rows of activations, before lanes are summed. No 16-bit sum of products saturates: two pairs of Q6_K reach 4 * 63 * 127, two of IQ2_XXS 4 * 43 * 127. */
-INLINE_256 void block_dots_256(uint32_t type, const int O, const int J, const wblock256 *const *u, const int8_t *const *q,
-                               const int16_t *const *sum, __m256i dot[2][4], __m256i min[2][4]) {
-    UNROLL for (int o = 0; o < O; o++) UNROLL for (int j = 0; j < J; j++) dot[o][j] = _mm256_setzero_si256();
+/* A block of weights against J rows of activations, before lanes are summed. No 16-bit sum of products saturates: two pairs of
+ * Q6_K reach 4 * 63 * 127, two of IQ2_XXS 4 * 43 * 127. */
+INLINE_256 void block_dots_256(uint32_t type, const int J, const wblock256 *u, const int8_t *const *q,
+                               const int16_t *const *sum, __m256i *dot, __m256i *min) {
+    UNROLL for (int j = 0; j < J; j++) dot[j] = _mm256_setzero_si256();
     UNROLL for (int i = 0; i < 4; i++) {
         const int h = i / 2, p = i % 2; /* half, pair of parts */
         UNROLL for (int j = 0; j < J; j++) {
-            const __m256i a = _mm256_loadu_si256((const void *)(q[j] + 128 * p + 32 * h));
-            const __m256i b = _mm256_loadu_si256((const void *)(q[j] + 128 * p + 32 * h + 64));
-            UNROLL for (int o = 0; o < O; o++) {
-                const wblock256 *v = u[o];
-                const __m256i c = type == T_IQ2_XXS ? _mm256_sign_epi8(a, v->sign[2 * p][h]) : a;
-                const __m256i d = type == T_IQ2_XXS ? _mm256_sign_epi8(b, v->sign[2 * p + 1][h]) : b;
-                const __m256i s =
-                    _mm256_add_epi16(_mm256_maddubs_epi16(v->w[2 * p][h], c), _mm256_maddubs_epi16(v->w[2 * p + 1][h], d));
-                dot[o][j] = _mm256_add_epi32(dot[o][j], _mm256_madd_epi16(s, v->scale[h][p]));
-                IN_ORDER(dot[o][j]);
+            __m256i a = _mm256_loadu_si256((const void *)(q[j] + 128 * p + 32 * h));
+            __m256i b = _mm256_loadu_si256((const void *)(q[j] + 128 * p + 32 * h + 64));
+            if (type == T_IQ2_XXS) {
+                a = _mm256_sign_epi8(a, u->sign[2 * p][h]);
+                b = _mm256_sign_epi8(b, u->sign[2 * p + 1][h]);
             }
+            a = _mm256_add_epi16(_mm256_maddubs_epi16(u->w[2 * p][h], a), _mm256_maddubs_epi16(u->w[2 * p + 1][h], b));
+            dot[j] = _mm256_add_epi32(dot[j], _mm256_madd_epi16(a, u->scale[h][p]));
+            IN_ORDER(dot[j]);
         }
     }
     if (!type_has_min(type) && !type_has_offset(type)) return;
     UNROLL for (int j = 0; j < J; j++) {
-        const __m256i a = _mm256_loadu_si256((const void *)sum[j]);
-        UNROLL for (int o = 0; o < O; o++) {
-            const __m256i s = _mm256_madd_epi16(u[o]->min, a);
-            if (type_has_min(type)) min[o][j] = s;
-            else dot[o][j] = _mm256_sub_epi32(dot[o][j], s);
-        }
+        const __m256i s = _mm256_madd_epi16(u->min, _mm256_loadu_si256((const void *)sum[j]));
+        if (type_has_min(type)) min[j] = s;
+        else dot[j] = _mm256_sub_epi32(dot[j], s);
     }
 }
 
-/* The half-precision numbers at b and in the following blocks, or of fewer and then of the last one again. */
-INLINE_256 __m128 block_halves_256(const uint8_t *b, int64_t size, int64_t blocks) {
-    uint16_t half[4];
-    for (int i = 0; i < 4; i++) half[i] = load_u16(b + size * (i < blocks ? i : blocks - 1));
-    return _mm_cvtph_ps(_mm_setr_epi16((short)half[0], (short)half[1], (short)half[2], (short)half[3], 0, 0, 0, 0));
+/* The half-precision numbers at b and in the 3 following blocks. */
+INLINE_256 __m128 block_halves_256(const uint8_t *b, int64_t size) {
+    const short half[4] = {(short)load_u16(b), (short)load_u16(b + size), (short)load_u16(b + 2 * size),
+                           (short)load_u16(b + 3 * size)};
+    return _mm_cvtph_ps(_mm_setr_epi16(half[0], half[1], half[2], half[3], 0, 0, 0, 0));
 }
 
-INLINE_256 void block_scales_256(uint32_t type, const uint8_t *b, int64_t blocks, __m128 *d, __m128 *dmin) {
+/* The products of 4 blocks, their lanes summed, times the scales of weights and activations a, added to the blocks' lanes. */
+INLINE_256 void add_blocks_256(uint32_t type, const uint8_t *b, const __m256i *dot, const __m256i *min, const float *a,
+                               float *lane) {
     const int size = type_find(type)->bytes;
-    *d = block_halves_256(b + scale_at(type), size, blocks);
-    if (type == T_IQ2_XXS) *d = _mm_mul_ps(*d, _mm_set1_ps(0.125f));
-    if (type_has_min(type)) *dmin = block_halves_256(b + scale_at(type) + 2, size, blocks);
-}
-
-INLINE_256 void unpack_blocks_256(uint32_t type, const uint8_t *b, int64_t blocks, blocks256 *u) {
-    const int size = type_find(type)->bytes;
-    for (int64_t i = 0; i < blocks; i++) {
-        fetch_ahead(b + i * size, size + 48);
-        unpack_256(type, b + i * size, &u->block[i]);
+    const __m128 activation = _mm_loadu_ps(a);
+    __m128 d = block_halves_256(b + scale_at(type), size);
+    if (type == T_IQ2_XXS) d = _mm_mul_ps(d, _mm_set1_ps(0.125f));
+    __m128 s = _mm_fmadd_ps(_mm_cvtepi32_ps(sum_each_256(dot)), _mm_mul_ps(d, activation), _mm_load_ps(lane));
+    if (type_has_min(type)) {
+        d = block_halves_256(b + scale_at(type) + 2, size);
+        s = _mm_fnmadd_ps(_mm_cvtepi32_ps(sum_each_256(min)), _mm_mul_ps(d, activation), s);
     }
-    block_scales_256(type, b, blocks, &u->d, &u->dmin);
+    _mm_store_ps(lane, s);
 }
 
-/* The products of up to 4 blocks, their lanes summed, times the scales of weights and activations a, added to those of the blocks'
- * lanes that are there. */
-INLINE_256 void add_blocks_256(uint32_t type, __m128i lanes, const __m256i *dot, const __m256i *min, __m128 d, __m128 dmin,
-                               __m128 a, float *lane) {
-    const __m128 old = _mm_load_ps(lane);
-    __m128 s = _mm_fmadd_ps(_mm_cvtepi32_ps(sum_each_256(dot)), _mm_mul_ps(d, a), old);
-    if (type_has_min(type)) s = _mm_fnmadd_ps(_mm_cvtepi32_ps(sum_each_256(min)), _mm_mul_ps(dmin, a), s);
-    _mm_store_ps(lane, _mm_blendv_ps(old, s, _mm_castsi128_ps(lanes)));
-}
+enum { FEW_256 = 5 }; /* most rows of activations that rows of weights are read from end to end for */
 
-/* O rows of weights, already unpacked, against rows j .. j+J-1 of the tile, for `blocks` blocks from b. */
-INLINE_256 void q256_part_256(uint32_t type, const int O, const int J, int64_t blocks, int64_t b, const blocks256 *u,
-                              const tile_acts *x, int j, float (*acc)[TILE][LANES]) {
-    __m256i dot[2][4][4], min[2][4][4]; /* [o][j][block] */
-    for (int i = 0; i < 4; i++) {
-        const int64_t at = b + (i < blocks ? i : 0);
-        const int8_t *q[4];
-        const int16_t *sum[4];
-        __m256i d[2][4], m[2][4];
-        UNROLL for (int k = 0; k < J; k++) {
-            q[k] = x->q[j + k] + at * 256;
-            sum[k] = x->sum[j + k] + at * 16;
-        }
-        const wblock256 *const w[2] = {&u[0].block[at - b], &u[O - 1].block[at - b]};
-        block_dots_256(type, O, J, w, q, sum, d, m);
-        UNROLL for (int o = 0; o < O; o++) UNROLL for (int k = 0; k < J; k++) {
-            dot[o][k][i] = d[o][k];
-            if (type_has_min(type)) min[o][k][i] = m[o][k];
-        }
-    }
-    const __m128i lanes = _mm_cmpgt_epi32(_mm_set1_epi32((int)blocks), _mm_setr_epi32(0, 1, 2, 3));
-    UNROLL for (int k = 0; k < J; k++) {
-        const __m128 a = blocks == 4 ? _mm_loadu_ps(x->d[j + k] + b) : _mm_maskload_ps(x->d[j + k] + b, lanes);
-        UNROLL for (int o = 0; o < O; o++)
-            add_blocks_256(type, lanes, dot[o][k], min[o][k], u[o].d, u[o].dmin, a, acc[o][j + k] + (b & 12));
-    }
-}
-
-/* One or two rows of weights from value i to `end`. */
-INLINE_256 void q256_chunk_256(uint32_t type, int rows, int64_t n, int64_t i, int64_t end, const uint8_t *w, size_t w_stride,
-                               const tile_acts *x, int m, float (*acc)[TILE][LANES]) {
-    const int size = type_find(type)->bytes;
-    (void)n;
-    for (int64_t b = i / 256; b < end / 256; b += 4) {
-        const int64_t left = end / 256 - b, blocks = left < 4 ? left : 4;
-        blocks256 u[2];
-        for (int o = 0; o < rows; o++) unpack_blocks_256(type, w + (size_t)o * w_stride + b * size, blocks, &u[o]);
-        int j = 0;
-        if (rows == 2) {
-            for (; j + 4 <= m; j += 4) q256_part_256(type, 2, 4, blocks, b, u, x, j, acc);
-            for (; j < m; j++) q256_part_256(type, 2, 1, blocks, b, u, x, j, acc);
-        }
-        for (; j < m; j++) q256_part_256(type, 1, 1, blocks, b, u, x, j, acc);
-    }
-}
-
-CHUNK_TILE_256(q256_rows_256, q256_chunk_256)
-
-/* A block of weights against one row of activations, whose sums are joined later. */
-INLINE_256 void one_dot_256(uint32_t type, const uint8_t *b, const int8_t *q, const int16_t *sum, __m256i *dot, __m256i *min) {
-    if (type == T_IQ2_XXS) {
-        *dot = iq2_dot_256(b, q);
+/* Block b of J rows of activations against the weights at w: the i-th of four whose sums are joined later. */
+INLINE_256 void few_dots_256(uint32_t type, const int J, const uint8_t *w, const tile_acts *x, int64_t b, int i,
+                             __m256i (*dot)[4], __m256i (*min)[4]) {
+    wblock256 u;
+    __m256i d[FEW_256], m[FEW_256];
+    const int8_t *q[FEW_256];
+    const int16_t *sum[FEW_256];
+    if (type == T_IQ2_XXS && J == 1) {
+        dot[0][i] = iq2_dot_256(w, x->q[0] + b * 256);
         return;
     }
-    wblock256 u;
-    __m256i d[2][4], m[2][4];
-    unpack_256(type, b, &u);
-    block_dots_256(type, 1, 1, (const wblock256 *const[]){&u}, &q, &sum, d, m);
-    *dot = d[0][0];
-    if (type_has_min(type)) *min = m[0][0];
+    UNROLL for (int j = 0; j < J; j++) {
+        q[j] = x->q[j] + b * 256;
+        sum[j] = x->sum[j] + b * 16;
+    }
+    unpack_256(type, w, &u);
+    block_dots_256(type, J, &u, q, sum, d, m);
+    UNROLL for (int j = 0; j < J; j++) {
+        dot[j][i] = d[j];
+        if (type_has_min(type)) min[j][i] = m[j];
+    }
 }
 
-/* A row of weights against one row of activations of n values, a multiple of 1024: four blocks at a time. */
-INLINE_256 float q256_row_256(uint32_t type, int64_t n, const uint8_t *w, const int8_t *q, const int16_t *sum, const float *d) {
+/* A row of weights against J rows of activations of n values, a multiple of 1024: four blocks at a time. */
+INLINE_256 void q256_rows_in_order_256(uint32_t type, const int J, int64_t n, const uint8_t *w, const tile_acts *x, float *out,
+                                       size_t ldo) {
     const int size = type_find(type)->bytes;
-    _Alignas(32) float acc[LANES] = {0};
+    _Alignas(32) float acc[FEW_256][LANES];
+    UNROLL for (int j = 0; j < J; j++) memset(acc[j], 0, sizeof acc[j]);
     for (int64_t b = 0; b < n / 256; b += 4) {
         const uint8_t *from = w + b * size;
-        __m256i dot[4], min[4];
+        __m256i dot[FEW_256][4], min[FEW_256][4];
         fetch_ahead(from, 4 * size);
-        UNROLL for (int i = 0; i < 4; i++)
-            one_dot_256(type, from + i * size, q + (b + i) * 256, sum + (b + i) * 16, &dot[i], &min[i]);
-        __m128 scale, least = _mm_setzero_ps();
-        block_scales_256(type, from, 4, &scale, &least);
-        add_blocks_256(type, _mm_set1_epi32(-1), dot, min, scale, least, _mm_loadu_ps(d + b), acc + (b & 12));
+        if (J == 1) UNROLL for (int i = 0; i < 4; i++) few_dots_256(type, 1, from + i * size, x, b + i, i, dot, min);
+        else
+            for (int i = 0; i < 4; i++) few_dots_256(type, J, from + i * size, x, b + i, i, dot, min);
+        UNROLL for (int j = 0; j < J; j++) add_blocks_256(type, from, dot[j], min[j], x->d[j] + b, acc[j] + (b & 12));
     }
-    return join_256((floats256){_mm256_load_ps(acc), _mm256_load_ps(acc + 8)});
+    UNROLL for (int j = 0; j < J; j++) out[(size_t)j * ldo] =
+        join_256((floats256){_mm256_load_ps(acc[j]), _mm256_load_ps(acc[j] + 8)});
+}
+
+/* Many rows of activations: eight rows of weights are put side by side, so that lane o of a vector is of row o and no sum crosses
+ * lanes. A vector holds 4 values of each row, unsigned bytes but for Q8_0, and 8 vectors a run of 32 values. A panel is a part of
+ * the rows, 1024 values; the tile's activations for it stay in the first caches while it serves them all. */
+enum { SIDE = 8, RUNS = 32 };
+typedef struct {
+    __m256i w[RUNS][8];
+    __m256i scale[RUNS][2]; /* in blocks of 256: of the run's 16 and 16 values, each as a pair of words */
+    __m256i min[RUNS]; /* the pair of their minimums or, where values are too large, of excess * scale */
+    __m256 d[RUNS], dmin[RUNS]; /* for each block */
+    const uint8_t *next; /* the eight rows after these, to be fetched meanwhile */
+} panel256;
+
+/* The scales of the blocks at w[0] + at, w[1] + at, .. */
+INLINE_256 __m256 side_scales_256(uint32_t type, const uint8_t *const *w, int64_t at) {
+    if (type == T_MXFP4)
+        return mxfp4_scales_256(
+            _mm256_setr_epi32(w[0][at], w[1][at], w[2][at], w[3][at], w[4][at], w[5][at], w[6][at], w[7][at]));
+    short half[SIDE];
+    UNROLL for (int o = 0; o < SIDE; o++) half[o] = (short)load_u16(w[o] + at);
+    const __m256 d = _mm256_cvtph_ps(_mm_setr_epi16(half[0], half[1], half[2], half[3], half[4], half[5], half[6], half[7]));
+    return type == T_IQ2_XXS ? _mm256_mul_ps(d, _mm256_set1_ps(0.125f)) : d;
+}
+
+/* The blocks of 256 at w[0] + at, w[1] + at, .. to 8 runs of a panel. */
+INLINE_256 void pack_block_256(uint32_t type, const uint8_t *const *w, int64_t at, __m256i (*to)[8], __m256i (*scale)[2],
+                               __m256i *min) {
+    wblock256 u[SIDE];
+    __m256i v[SIDE], words[8];
+    for (int o = 0; o < SIDE; o++) unpack_256(type, w[o] + at, &u[o]);
+    for (int h = 0; h < 2; h++) {
+        for (int c = 0; c < 4; c++) {
+            UNROLL for (int o = 0; o < SIDE; o++) {
+                v[o] = u[o].w[c][h];
+                if (type == T_IQ2_XXS)
+                    v[o] = _mm256_add_epi8(_mm256_sign_epi8(v[o], u[o].sign[c][h]), _mm256_set1_epi8(IQ2_OFFSET));
+            }
+            transpose_256(v, words); /* two words of each of four runs: see act_offset */
+            UNROLL for (int k = 0; k < 8; k++) to[4 * h + k / 2][2 * c + k % 2] = words[k];
+        }
+        UNROLL for (int o = 0; o < SIDE; o++) v[o] = _mm256_blend_epi32(u[o].scale[h][0], u[o].scale[h][1], 0xaa);
+        transpose_256(v, scale[4 * h]);
+    }
+    if (type == T_IQ2_XXS) {
+        UNROLL for (int r = 0; r < 8; r++) min[r] = _mm256_mullo_epi16(scale[r][0], _mm256_set1_epi16(IQ2_OFFSET));
+    } else {
+        UNROLL for (int o = 0; o < SIDE; o++) v[o] = u[o].min;
+        transpose_256(v, min);
+    }
+}
+
+INLINE_256 void pack_256(uint32_t type, const uint8_t *const *w, int64_t b, int64_t blocks, panel256 *p) {
+    const type_info *t = type_find(type);
+    for (int64_t i = 0; i < blocks; i++) {
+        const int64_t at = (b + i) * t->bytes;
+        p->d[i] = side_scales_256(type, w, at + scale_at(type));
+        if (type_has_min(type)) p->dmin[i] = side_scales_256(type, w, at + scale_at(type) + 2);
+        if (t->block == 256) {
+            pack_block_256(type, w, at, &p->w[8 * i], &p->scale[8 * i], &p->min[8 * i]);
+        } else {
+            __m256i v[SIDE];
+            UNROLL for (int o = 0; o < SIDE; o++) v[o] = block_256(type, w[o] + at);
+            transpose_256(v, p->w[i]);
+        }
+    }
+}
+
+INLINE_256 __m256i each_32(const void *p) {
+    int32_t v;
+    memcpy(&v, p, 4);
+    return _mm256_set1_epi32(v);
+}
+
+/* How many vectors' products can be added as 16-bit words, that is, twice as many products of 127 and a type's largest value; no
+ * more than have one scale. */
+ALWAYS_INLINE int vectors_added(uint32_t type) {
+    switch (type) {
+    case T_Q8_0: return 1; /* 2 * 128 * 127 */
+    case T_IQ2_XXS: return 1; /* 2 * 86 * 127 */
+    case T_Q6_K: return 2; /* 4 * 63 * 127 */
+    case T_Q4_0: return 8; /* 16 * 15 * 127 */
+    case T_Q4_K: return 8; /* the same */
+    default: return 4; /* 8 * 31 * 127 for Q5_K */
+    }
+}
+
+/* A run of a panel against J rows of activations, whose words of 4 values lie as act_offset says: `step` bytes apart with one
+ * scale for 32. */
+INLINE_256 void run_dots_256(uint32_t type, const int J, const __m256i *w, const __m256i *scale, const int8_t *const *q,
+                             const int64_t step, __m256i *dot) {
+    const bool wide = type_find(type)->block == 256;
+    const int together = vectors_added(type);
+    UNROLL for (int first = 0; first < 8; first += together) {
+        __m256i s[4];
+        UNROLL for (int k = first; k < first + together; k++) UNROLL for (int j = 0; j < J; j++) {
+            const __m256i a = each_32(q[j] + (wide ? k / 2 * 64 + k % 2 * 4 : k * step));
+            const __m256i p = type == T_Q8_0 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[k]), _mm256_sign_epi8(a, w[k]))
+                                             : _mm256_maddubs_epi16(w[k], a);
+            s[j] = k == first ? p : _mm256_add_epi16(s[j], p);
+            IN_ORDER(s[j]);
+        }
+        const __m256i by = wide ? scale[first / 4] : _mm256_set1_epi16(1);
+        UNROLL for (int j = 0; j < J; j++) {
+            dot[j] = _mm256_add_epi32(dot[j], _mm256_madd_epi16(s[j], by));
+            IN_ORDER(dot[j]);
+        }
+    }
+}
+
+/* A panel, `blocks` blocks from b, against rows j .. j+J-1 of the tile. */
+INLINE_256 void panel_rows_256(uint32_t type, const int J, int64_t n, int64_t b, int64_t blocks, const panel256 *p,
+                               const tile_acts *x, int j, __m256 (*lane)[TILE]) {
+    const int block = type_find(type)->block, runs = block / 32;
+    for (int64_t i = 0; i < blocks; i++) {
+        const int64_t at = act_offset(block == 32 ? ACT_Q32 : ACT_Q256, n, (b + i) * block);
+        if (j == 0) fetch(p->next, (b + i) * SIDE * type_find(type)->bytes, SIDE * type_find(type)->bytes);
+        const int64_t left = n / 32 - ((b + i) & ~(int64_t)(LANES - 1)); /* blocks whose words alternate */
+        __m256i dot[4], min[4];
+        const int8_t *q[4];
+        UNROLL for (int k = 0; k < J; k++) {
+            q[k] = x->q[j + k] + at;
+            dot[k] = min[k] = _mm256_setzero_si256();
+        }
+        for (int r = 0; r < runs; r++) {
+            const int64_t run = i * runs + r;
+            if (runs == 8 || left >= LANES) run_dots_256(type, J, p->w[run], p->scale[run], q, 4 * LANES, dot);
+            else run_dots_256(type, J, p->w[run], p->scale[run], q, 4 * left, dot);
+            UNROLL for (int k = 0; k < J; k++) q[k] += 8;
+        }
+        if (type != T_Q8_0) UNROLL for (int r = 0; r < runs; r++) {
+                const __m256i m = runs == 8 ? p->min[8 * i + r] : _mm256_set1_epi16((short)q32_offset(type));
+                UNROLL for (int k = 0; k < J; k++) {
+                    const __m256i sum = each_32(x->sum[j + k] + 2 * ((b + i) * runs + r));
+                    min[k] = _mm256_add_epi32(min[k], _mm256_madd_epi16(m, sum));
+                    IN_ORDER(min[k]);
+                }
+            }
+        UNROLL for (int k = 0; k < J; k++) {
+            __m256 *to = &lane[(b + i) % LANES][j + k], d = _mm256_set1_ps(x->d[j + k][b + i]);
+            if (!type_has_min(type)) dot[k] = _mm256_sub_epi32(dot[k], min[k]);
+            __m256 s = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[k]), _mm256_mul_ps(p->d[i], d), *to);
+            if (type_has_min(type)) s = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(min[k]), _mm256_mul_ps(p->dmin[i], d), s);
+            *to = s;
+        }
+    }
+}
+
+/* Eight outputs, or fewer, of a row whose lanes are full. */
+INLINE_256 void store_side_256(__m256 (*lane)[TILE], int j, int outs, float *out) {
+    __m256 t[8];
+    float all[SIDE];
+    UNROLL for (int l = 0; l < 8; l++) t[l] = _mm256_add_ps(lane[l][j], lane[l + 8][j]);
+    UNROLL for (int l = 0; l < 4; l++) t[l] = _mm256_add_ps(t[l], t[l + 4]);
+    _mm256_storeu_ps(all, _mm256_add_ps(_mm256_add_ps(t[0], t[2]), _mm256_add_ps(t[1], t[3])));
+    memcpy(out, all, sizeof *out * (size_t)outs);
+}
+
+/* Up to eight outputs; a row that is not there is the last one again. */
+INLINE_256 void panel_outputs_256(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int outs, const tile_acts *x,
+                                  int m, float *out, size_t ldo) {
+    const type_info *t = type_find(type);
+    const int64_t blocks = n / t->block, step = 32 * RUNS / t->block;
+    const uint8_t *rows[SIDE];
+    panel256 p;
+    __m256 lane[LANES][TILE];
+    p.next = w + SIDE * w_stride;
+    for (int o = 0; o < SIDE; o++) rows[o] = w + (size_t)(o < outs ? o : outs - 1) * w_stride;
+    for (int l = 0; l < LANES; l++)
+        for (int j = 0; j < m; j++) lane[l][j] = _mm256_setzero_ps();
+    for (int64_t b = 0; b < blocks; b += step) {
+        const int64_t count = blocks - b < step ? blocks - b : step;
+        pack_256(type, rows, b, count, &p);
+        int j = 0;
+        for (; j + 4 <= m; j += 4) panel_rows_256(type, 4, n, b, count, &p, x, j, lane);
+        if (m - j == 3) panel_rows_256(type, 3, n, b, count, &p, x, j, lane);
+        else if (m - j == 2) panel_rows_256(type, 2, n, b, count, &p, x, j, lane);
+        else if (m - j == 1) panel_rows_256(type, 1, n, b, count, &p, x, j, lane);
+    }
+    for (int j = 0; j < m; j++) store_side_256(lane, j, outs, out + (size_t)j * ldo);
+}
+
+INLINE_256 void panel_tile_256(uint32_t type, TILE_ARGS) {
+    for (int o = 0; o < n_out; o += SIDE)
+        panel_outputs_256(type, n, w + (size_t)o * w_stride, w_stride, n_out - o < SIDE ? n_out - o : SIDE, x, m, out + o, ldo);
+}
+
+INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
+    enum { MOST = 32768 };
+    const int few = type == T_Q8_0 ? 7 : 4; /* the others, of half the bytes, wait less for memory */
+    if (m > few || m * n > MOST || n % 256) {
+        panel_tile_256(type, n, w, w_stride, n_out, x, m, out, ldo);
+        return;
+    }
+    int8_t q[MOST];
+    for (int j = 0; j < m; j++) natural_order_256(n, x->q[j], q + j * n);
+    for (int o = 0; o < n_out; o++, w += w_stride)
+        for (int j = 0; j < m; j += 4) q32_few_256(type, m - j < 4 ? m - j : 4, n, w, q + j * n, x, j, out + o, ldo);
+}
+
+INLINE_256 void q256_few_256(uint32_t type, const int J, int64_t n, const uint8_t *w, size_t w_stride, int n_out,
+                             const tile_acts *x, float *out, size_t ldo) {
+    for (int o = 0; o < n_out; o++) q256_rows_in_order_256(type, J, n, w + (size_t)o * w_stride, x, out + o, ldo);
 }
 
 INLINE_256 void q256_tile_256(uint32_t type, TILE_ARGS) {
-    if (m > 1 || n % 1024) q256_rows_256(type, n, w, w_stride, n_out, x, m, out, ldo);
-    else
-        for (int o = 0; o < n_out; o++) out[o] = q256_row_256(type, n, w + (size_t)o * w_stride, x->q[0], x->sum[0], x->d[0]);
+    if (m > FEW_256 || n % 1024) panel_tile_256(type, n, w, w_stride, n_out, x, m, out, ldo);
+    else if (m == 1) q256_few_256(type, 1, n, w, w_stride, n_out, x, out, ldo);
+    else if (m == 2) q256_few_256(type, 2, n, w, w_stride, n_out, x, out, ldo);
+    else if (m == 3) q256_few_256(type, 3, n, w, w_stride, n_out, x, out, ldo);
+    else if (m == 4) q256_few_256(type, 4, n, w, w_stride, n_out, x, out, ldo);
+    else q256_few_256(type, 5, n, w, w_stride, n_out, x, out, ldo);
 }
 
 TILE_SET(avx2, TARGET_AVX2, float_tile_256, q32_tile_256, q256_tile_256)
@@ -3272,7 +3239,7 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
     attr static void mat_##isa(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,          \
                                const int32_t *rows, int m, float *out, size_t ldo) {                                           \
         const int block = type_find(type)->block;                                                                              \
-        mat_tiles(tile_for(&tiles_##isa, type), block == 256 ? most : 16, block, n, w, w_stride, n_out, x, rows, m, out, ldo); \
+        mat_tiles(tile_for(&tiles_##isa, type), block == 1 ? 16 : most, block, n, w, w_stride, n_out, x, rows, m, out, ldo);   \
     }                                                                                                                          \
     attr static void quantise_##isa(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum) {             \
         if (kind == ACT_Q32) quantise_32(n, x, q, d, sum);                                                                     \
@@ -5135,7 +5102,7 @@ static void products(const device *dev, product *list, int count) {
     if (share < CHUNK_NS) share = CHUNK_NS;
     for (int i = 0; i < count; i++) {
         product *p = &list[i];
-        int64_t step = p->m > 16 ? 16 : 4, tile = (share / (output_ns(p) + 1) / step + 1) * step;
+        int64_t step = p->m > 16 ? 16 : 8, tile = (share / (output_ns(p) + 1) / step + 1) * step;
         p->tile = tile < p->n_out ? tile : p->n_out;
         p->first = tiles;
         tiles += (p->n_out + p->tile - 1) / p->tile;
