@@ -32,7 +32,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc, (void)argv;
     ds4_cfg cfg = ds4_default_cfg();
     cfg.model_path = "tests/data/least/target.gguf";
-    cfg.mtp_path = "tests/data/least/head.gguf";
+    cfg.mtp_path = "tests/data/least/head-ds4.gguf";
     cfg.ctx = MOST;
     cfg.prefill_chunk = 4;
     cfg.max_rewind = 4;

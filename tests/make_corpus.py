@@ -1,4 +1,4 @@
-"""Writes tests/corpus, what fuzzing starts from, and the pair of models in tests/data/least that snapshots are of. The files are small and change only when the formats do; run it again then."""
+"""Writes tests/corpus, what fuzzing starts from, and the models in tests/data/least, of which every broken file is tried. The files are small and change only when the formats do; run it again then."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ def model(path: Path, shape: gw.Shape, head: bool = False, tokenizer: bool = Tru
     return path.read_bytes()
 
 
-def combined(target: bytes, head: bytes, layers: int) -> bytes:
+def combined(target: bytes, head: bytes, shape: gw.Shape) -> bytes:
     """The head as the target's last block, as llama.cpp lays it out."""
     a, b = Parser(target).parse(), Parser(head).parse()
-    block = f"blk.{layers}.".encode()
+    block = f"blk.{shape.layers}.".encode()
     renamed = {b"norm": b"nextn.shared_head_norm"} | {stem: b"nextn." + stem for stem in (b"enorm", b"hnorm", b"hc_head_fn", b"hc_head_base", b"hc_head_scale")}
     tensors, start = list(a.tensors), len(a.data)
     offsets = {t.name: t.offset for t in b.tensors}
-    both = b.data[offsets[b"mtp.0.e_proj.weight"] :][: 4 * SMALL.width**2] + b.data[offsets[b"mtp.0.h_proj.weight"] :][: 4 * SMALL.width**2]
+    both = b.data[offsets[b"mtp.0.e_proj.weight"] :][: 4 * shape.width**2] + b.data[offsets[b"mtp.0.h_proj.weight"] :][: 4 * shape.width**2]
     for t in b.tensors:
         name = t.name.removeprefix(b"mtp.0.")
         stem = name.removesuffix(b".weight")
         if stem == b"h_proj":
             continue
         if stem == b"e_proj":
-            tensors.append(dataclasses.replace(t, name=block + b"nextn.eh_proj.weight", dims=(2 * SMALL.width, SMALL.width), offset=start + len(b.data)))
+            tensors.append(dataclasses.replace(t, name=block + b"nextn.eh_proj.weight", dims=(2 * shape.width, shape.width), offset=start + len(b.data)))
         else:
             tensors.append(dataclasses.replace(t, name=block + (renamed[stem] + b".weight" if stem in renamed else name), offset=start + t.offset))
-    metas = [Meta(m.key, m.type, struct.pack("<I", layers + 1)) if m.key == b"deepseek4.block_count" else m for m in a.metas]
+    metas = [Meta(m.key, m.type, struct.pack("<I", shape.layers + 1)) if m.key == b"deepseek4.block_count" else m for m in a.metas]
     return Header(metas=metas, tensors=tensors).build(data=a.data + b.data + both)
 
 
@@ -74,7 +74,7 @@ def gguf_seeds() -> None:
     write("gguf", "target", bytes([0, 0]) + target)
     write("gguf", "ids", bytes([IDS_ONLY | KV_F32 | SCALAR, 0]) + other)
     write("gguf", "head", bytes([WITH_HEAD, 0]) + struct.pack("<I", len(target)) + target + head)
-    write("gguf", "internal", bytes([INTERNAL, 0]) + combined(target, head, 1))
+    write("gguf", "internal", bytes([INTERNAL, 0]) + combined(target, head, SMALL))
     write("gguf", "memory", bytes([0, 128 + 40]) + target)
 
 
@@ -102,9 +102,9 @@ def tokenizer_seeds() -> None:
 def snapshot_seeds() -> None:
     least = CORPUS.parent / "data" / "least"
     least.mkdir(parents=True, exist_ok=True)
-    model(least / "target.gguf", LEAST)
-    model(least / "head.gguf", LEAST, head=True)
-    with Engine(least / "target.gguf", least / "head.gguf", ctx=40, prefill_chunk=4, max_rewind=4, threads=1) as engine:
+    target, head = model(least / "target.gguf", LEAST), model(least / "head-ds4.gguf", LEAST, head=True)
+    (least / "combined.gguf").write_bytes(combined(target, head, LEAST))
+    with Engine(least / "target.gguf", least / "head-ds4.gguf", ctx=40, prefill_chunk=4, max_rewind=4, threads=1) as engine:
         session = engine.session()
         write("snapshot", "empty", bytes([0]) + session.save())
         session.eval([3, 4, 5])

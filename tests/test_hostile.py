@@ -121,23 +121,24 @@ def sample(cases: Iterable[Case], step: int) -> Iterable[Case]:
     return (case for i, case in enumerate(cases) if DEEP or i % step == 0)
 
 
-@pytest.mark.parametrize("name, step", [("tiny", 1), ("edge", 4)])
+@pytest.mark.parametrize("name, step", [("least", 1), ("tiny", 8), ("edge", 8)])
 def test_targets(data: Path, tmp_path: Path, name: str, step: int) -> None:
     good = data / name / "target.gguf"
     verdicts = probe(tmp_path, good, sample(hostile.cases(good.read_bytes()), step), lambda path: (path,))
     assert verdicts["refused"] > verdicts["opened"] > 0
 
 
-@pytest.mark.parametrize("name, layout, step", [("tiny", "ds4", 1), ("tiny", "llama", 4), ("edge", "ds4", 8), ("edge", "llama", 8)])
+@pytest.mark.parametrize("name, layout, step", [("least", "ds4", 1), ("tiny", "ds4", 8), ("tiny", "llama", 8), ("edge", "ds4", 16), ("edge", "llama", 16)])
 def test_heads(data: Path, tmp_path: Path, name: str, layout: str, step: int) -> None:
     good = data / name / f"head-{layout}.gguf"
     verdicts = probe(tmp_path, good, sample(hostile.cases(good.read_bytes()), step), lambda path: (data / name / "target.gguf", path))
     assert verdicts["refused"] and verdicts["opened"]
 
 
-def test_a_head_inside(data: Path, tmp_path: Path) -> None:
-    good = data / "edge" / "combined.gguf"
-    verdicts = probe(tmp_path, good, sample(hostile.cases(good.read_bytes()), 8), lambda path: (path, Path("=")))
+@pytest.mark.parametrize("name, step", [("least", 1), ("edge", 16)])
+def test_a_head_inside(data: Path, tmp_path: Path, name: str, step: int) -> None:
+    good = data / name / "combined.gguf"
+    verdicts = probe(tmp_path, good, sample(hostile.cases(good.read_bytes()), step), lambda path: (path, Path("=")))
     assert verdicts["refused"] and verdicts["opened"]
 
 
