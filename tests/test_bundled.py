@@ -12,6 +12,8 @@ from engine import Engine, bits, ffi, lib
 
 PROMPTS = ["In the beginning", "And it came to pass", "The LORD is my shepherd; I shall not want."]
 LENGTH = 600
+SWEEP = [(depth, margin) for depth in (1, 2, 3, 4, 8, 16) for margin in ((0.0, 0.3, 3.0, 1000.0) if depth == 2 else (0.0, 3.0))]
+RUNS = [(PROMPTS[0], 1), *((text, threads) for text in PROMPTS for threads in (1, 2) if (text, threads) != (PROMPTS[0], 1))]
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +27,10 @@ def prompt_ids(engine: Engine, text: str) -> list[int]:
     return list(out[0:n])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("text", PROMPTS)
+@pytest.mark.parametrize(("text", "threads"), RUNS)
 def test_own_head(pair: tuple[Path, Path], text: str, threads: int) -> None:
-    """Depths 1, 2, 3, 4, 8, 16 and margins 0, 0.3, 3 and 1000: 600 tokens, the logits and the head's after them."""
+    """Depths 1, 2, 3, 4, 8, 16 and margins 0, 0.3, 3 and 1000: 600 tokens, the logits and the head's after them. One text has all
+    depths and margins, the other texts and two threads share them once more."""
     with Engine(*pair, threads=threads, ctx=1024) as engine:
         ids = prompt_ids(engine, text)
 
@@ -47,13 +49,12 @@ def test_own_head(pair: tuple[Path, Path], text: str, threads: int) -> None:
             session.close()
             return result
 
-        plain = run(0, 0)
-        for depth in (1, 2, 3, 4, 8, 16):
-            for margin in (0.0, 0.3, 3.0, 1000.0) if depth == 2 else (0.0, 3.0):
-                got = run(depth, margin)
-                assert got[0] == plain[0], (depth, margin)
-                assert np.array_equal(got[1], plain[1]) and np.array_equal(got[2], plain[2])
-                assert (sum(got[3]) > 0) == (margin < 1000)
+        plain, share = run(0, 0), RUNS.index((text, threads))
+        for depth, margin in SWEEP[share - 1 :: len(RUNS) - 1] if share else SWEEP:
+            got = run(depth, margin)
+            assert got[0] == plain[0], (depth, margin)
+            assert np.array_equal(got[1], plain[1]) and np.array_equal(got[2], plain[2])
+            assert (sum(got[3]) > 0) == (margin < 1000)
 
 
 def test_held_out(root: Path, ds4: Path, pair: tuple[Path, Path]) -> None:

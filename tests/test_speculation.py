@@ -62,10 +62,11 @@ def identity(session: Session) -> None:
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", FIXTURES)
 def test_every_accept_length(plains: dict[str, Plain], name: str, depth: int, threads: int) -> None:
-    """One wrong token at each place (-1: none), margins 0, 0.3, 3 and 1000: 600 tokens and the end's bits are plain's."""
+    """One wrong token at each place (-1: none), margins 0, 0.3, 3 and 1000: 600 tokens and the end's bits are plain's. What a margin
+    holds back does not depend on who computed it: two threads have fewer of them."""
     plain, every = plains[name], name == "tiny" and threads == 1
     with Engine(plain.target, plain.head, threads=threads) as engine:
-        for margin in (0.0, 0.3, 3.0, 1000.0):
+        for margin in (0.0, 0.3, 3.0, 1000.0) if threads == 1 else (0.0, 3.0):
             places = (
                 [-1, *range(depth)]
                 if margin == 0 and every
