@@ -1560,7 +1560,7 @@ static int run_inspect(const App *app) {
     snprintf(label, sizeof label, "session of %d", i->ctx);
     print_bytes(label, i->session_bytes);
     print_bytes("in all, beside files", i->scratch_bytes + i->table_bytes + i->session_bytes);
-    print_bytes("batches, at most", i->batch_bytes);
+    print_bytes("for batches, at most", i->batch_bytes);
     printf("runs with %s kernels, %d threads, kv %s, passes of %d\n", i->isa, i->threads, kv_type_names[i->kv_type],
            i->prefill_chunk);
     if (app->opt.inspect_tensors) print_tensors(app);

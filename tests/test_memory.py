@@ -71,7 +71,7 @@ def test_inspect_says_it(root: Path, ds4: Path) -> None:
         i = engine.info
         own = {"scratch of a pass": i.scratch_bytes, "tables": i.table_bytes, "session of 700": i.session_bytes}
         assert said["model file, mapped"] == model.stat().st_size
-        assert said["batches, at most"] == i.batch_bytes == i.vocab * 4 * (32 - 1)
+        assert said["for batches, at most"] == i.batch_bytes == i.vocab * 4 * (32 - 1)
         assert own.items() <= said.items() and said["in all, beside files"] == sum(own.values())
 
 

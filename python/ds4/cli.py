@@ -727,7 +727,7 @@ def inspect(tensors: bool, as_json: bool, **o: Any) -> None:
     sizes = [("model file, mapped", i.file_bytes), ("  its weights", i.weight_bytes)]
     sizes += [("head file, mapped", i.head_file_bytes), ("  its weights", i.head_weight_bytes)] if i.has_head else []
     sizes += [("scratch of a pass", i.scratch_bytes), ("tables", i.table_bytes), (f"session of {i.ctx}", i.session_bytes)]
-    sizes += [("in all, beside files", i.scratch_bytes + i.table_bytes + i.session_bytes), ("batches, at most", i.batch_bytes)]
+    sizes += [("in all, beside files", i.scratch_bytes + i.table_bytes + i.session_bytes), ("for batches, at most", i.batch_bytes)]
     lines += [f"  {label:<22}{as_bytes(n)}" for label, n in sizes]
     lines.append(f"runs with {i.isa} kernels, {i.threads} threads, kv {i.kv_type}, passes of {i.prefill_chunk}")
     if tensors:
