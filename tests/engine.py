@@ -71,6 +71,10 @@ def gen_of(**options: Any) -> tuple[Any, list[Any]]:
     return gen, keep
 
 
+SHARE = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+"""Threads unless told otherwise: workers that test side by side share the processors, or their threads would wait for each other."""
+
+
 class Failed(Exception):
     """A call failed; the text is ds4_last_error()."""
 
@@ -93,6 +97,7 @@ class Engine:
         self.lines: list[str] = []
         self.log = ffi.callback("void(void *, const char *)", lambda _, text: self.lines.append(ffi.string(text).decode()))
         cfg.log = self.log
+        cfg.threads = SHARE
         for name, value in options.items():
             if name != "isa":
                 setattr(cfg, name, KV[value] if name == "kv_type" else value)
