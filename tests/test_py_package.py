@@ -49,9 +49,10 @@ def tree(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `python -m build` makes: the archive of the source, and from it the wheel."""
+    """What `python -m build` makes: the archive of the source, and from it the wheel. With little optimisation, unlike the extension
+    of `make extension`, whose bits are the same."""
     dist = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--outdir", dist, tree)
+    run(sys.executable, "-m", "build", "--outdir", dist, tree, CFLAGS="-O1")
     return dist
 
 
@@ -105,7 +106,7 @@ def test_flags(root: Path) -> None:
 
 
 def test_pip_install(tree: Path, expected: list[str], tmp_path: Path) -> None:
-    """In a fresh virtual environment, with another optimisation: the same bits as the wheel's; the commands are there."""
+    """In a fresh virtual environment: the same bits as the wheel's; the commands are there."""
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     python = tmp_path / "venv/bin/python"
     run(python, "-m", "pip", "install", "--disable-pip-version-check", tree, CFLAGS="-O1")
@@ -122,7 +123,7 @@ def test_other_cpus(unpacked: Path, expected: list[str], cpu: str, isa: str) -> 
 
 
 def test_in_place(expected: list[str], root: Path) -> None:
-    """The extension of `make extension`, which the other tests use, has the wheel's text as well."""
+    """The extension of `make extension`, which the other tests use, with all optimisation: the same bits as the wheel's."""
     make("extension")
     program = PROGRAM.replace(
         'importlib.resources.files("ds4") / "models"', f'__import__("pathlib").Path({str(root / "models")!r})'
