@@ -1912,13 +1912,19 @@ INLINE_256 __m256 add_lanes_256(__m256i dot, __m256 scale, const float *d, __m25
     return _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(scale, _mm256_loadu_ps(d)), lanes);
 }
 
-/* Of two vectors' lanes, pairs added: (a0+a2, b0+b2, a1+a3, b1+b3) in each half. */
-INLINE_256 __m256i add_pairs_256(__m256i a, __m256i b) {
-    return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+/* Sums of products are added up as 16-bit words where eight products fit, 8 * 24 * 127 for MXFP4. */
+INLINE_256 __m256i add_sums_256(uint32_t type, __m256i a, __m256i b) {
+    return type == T_Q8_0 ? _mm256_add_epi32(a, b) : _mm256_add_epi16(a, b);
 }
 
-INLINE_256 __m256i add_quads_256(__m256i a, __m256i b) {
-    return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+/* Of two vectors' lanes, pairs added: (a0+a2, b0+b2, a1+a3, b1+b3) in each half. */
+INLINE_256 __m256i add_pairs_256(uint32_t type, __m256i a, __m256i b) {
+    return add_sums_256(type, _mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+}
+
+INLINE_256 __m256i add_quads_256(uint32_t type, __m256i a, __m256i b) {
+    const __m256i s = add_sums_256(type, _mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+    return type == T_Q8_0 ? s : _mm256_madd_epi16(s, _mm256_set1_epi16(1));
 }
 
 /* A block's weights in natural order, signed bytes or unsigned ones that are too large. */
@@ -1930,13 +1936,12 @@ INLINE_256 __m256i block_256(uint32_t type, const uint8_t *b) {
     return type == T_Q4_0 ? w : _mm256_shuffle_epi8(e2m1_256(), w);
 }
 
-/* The products of a block's weights u with activations a, summed up by fours. Signed bytes: |w| * (a with the sign of w), whose
- * pairs cannot saturate, 2 * 128 * 127 < 2^15. */
-INLINE_256 __m256i block_fours_256(uint32_t type, __m256i u, const int8_t *a) {
+/* The products of a block's weights u with activations a, summed up by fours, or by twos as 16-bit words. Signed bytes: |w| * (a
+ * with the sign of w), whose pairs cannot saturate, 2 * 128 * 127 < 2^15. */
+INLINE_256 __m256i block_sums_256(uint32_t type, __m256i u, const int8_t *a) {
     const __m256i v = _mm256_loadu_si256((const void *)a);
-    const __m256i p =
-        type == T_Q8_0 ? _mm256_maddubs_epi16(_mm256_abs_epi8(u), _mm256_sign_epi8(v, u)) : _mm256_maddubs_epi16(u, v);
-    return _mm256_madd_epi16(p, _mm256_set1_epi16(1));
+    if (type != T_Q8_0) return _mm256_maddubs_epi16(u, v);
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(u), _mm256_sign_epi8(v, u)), _mm256_set1_epi16(1));
 }
 
 /* Eight blocks of weights against J rows of activations in natural order, q and ldq bytes on; the integer of block b in lane b. Two
@@ -1949,10 +1954,10 @@ INLINE_256 void eight_dots_256(uint32_t type, const int J, const uint8_t *w, con
         IN_ORDER(v);
         UNROLL for (int j = 0; j < J; j++) {
             const int8_t *a = q + j * ldq + 64 * p;
-            __m256i s = add_pairs_256(block_fours_256(type, u, a), block_fours_256(type, v, a + 32));
+            __m256i s = add_pairs_256(type, block_sums_256(type, u, a), block_sums_256(type, v, a + 32));
             IN_ORDER(s);
             if (p % 2 == 0) pair[j] = s;
-            else quad[j][p / 2] = add_quads_256(pair[j], s);
+            else quad[j][p / 2] = add_quads_256(type, pair[j], s);
         }
     }
     UNROLL for (int j = 0; j < J; j++) dot[j] = _mm256_add_epi32(_mm256_permute2x128_si256(quad[j][0], quad[j][1], 0x20),
