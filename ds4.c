@@ -33,6 +33,9 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #if defined(__linux__)
@@ -833,7 +836,8 @@ bad:
  * Nothing above depends on how many rows or outputs run together or on the instruction set. Bodies are written once, as
  * inline functions over plain loops that a compiler vectorises, and instantiated for each instruction set (KERNEL_SET);
  * the dots and little else are written with intrinsics, and are tested for equality with the plain ones. To add a type:
- * an entry in type_table, an unpack function, a line in tile_for and TILE_SET; AVX2 and AVX-512 have unpackings of their own.
+ * an entry in type_table, an unpack function, a line in tile_for, TILE_SET and for AMX; AVX2 and AVX-512 have unpackings of
+ * their own.
  * Relies on section 1 (fail).
  * ================================================================================================================== */
 
@@ -1538,7 +1542,7 @@ ALWAYS_INLINE int64_t argmax_body(int64_t n, const float *x) {
 
 /* A product is computed in tiles: the weight rows w + o*w_stride, o < n_out, against the m activation rows of x, into
  * out[j*ldo + o]. What is unpacked of the weights serves all rows of a tile. */
-#define TILE 32
+#define TILE 64
 typedef struct {
     const float *f[TILE];
     const int8_t *q[TILE];
@@ -1599,7 +1603,8 @@ ALWAYS_INLINE void block_dot(uint32_t type, int block, int64_t n, const wblock *
 ALWAYS_INLINE void block_tile(uint32_t type, TILE_ARGS) {
     const type_info *t = type_find(type);
     for (int o = 0; o < n_out; o++) {
-        float acc[TILE][LANES] = {0};
+        float acc[TILE][LANES];
+        memset(acc, 0, (size_t)m * sizeof *acc);
         for (int64_t b = 0; b < n / t->block; b++) {
             wblock u;
             unpack(type, w + (size_t)o * w_stride + b * t->bytes, &u);
@@ -1619,9 +1624,9 @@ ALWAYS_INLINE void fetch_ahead(const uint8_t *w, int64_t size) { fetch(w, AHEAD,
 
 /* The products of all rows, tile by tile: few weight rows at a time, so that they stay in the first cache while the
  * activations pass, and a tile of at most `most` rows of activations in the second. */
-static void mat_tiles(tile_fn *tile, int most, int block, int64_t n, const uint8_t *w, size_t w_stride, int n_out,
+static void mat_tiles(tile_fn *tile, int few, int most, int block, int64_t n, const uint8_t *w, size_t w_stride, int n_out,
                       const acts *x, const int32_t *rows, int m, float *out, size_t ldo) {
-    const int step = m <= most ? n_out : 8;
+    const int step = m <= most ? n_out : few;
     for (int o = 0; o < n_out; o += step)
         for (int j = 0; j < m; j += most) {
             tile_acts t;
@@ -1700,6 +1705,8 @@ TILE_SET(scalar, , float_tile, block_tile, block_tile)
 #ifdef KERNELS_X86
 #define TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define INLINE_256 ALWAYS_INLINE TARGET_AVX2
+
+enum { ROWS_256 = 32 }; /* of activations in a tile, at most */
 
 /* 16 lanes as two vectors of 8. */
 typedef struct {
@@ -2425,7 +2432,7 @@ INLINE_256 void run_dots_256(uint32_t type, const int J, const __m256i *w, const
 
 /* A panel, `blocks` blocks from b, against rows j .. j+J-1 of the tile. */
 INLINE_256 void panel_rows_256(uint32_t type, const int J, int64_t n, int64_t b, int64_t blocks, const panel256 *p,
-                               const tile_acts *x, int j, __m256 (*lane)[TILE]) {
+                               const tile_acts *x, int j, __m256 (*lane)[ROWS_256]) {
     const int block = type_find(type)->block, runs = block / 32;
     for (int64_t i = 0; i < blocks; i++) {
         const int64_t at = act_offset(block == 32 ? ACT_Q32 : ACT_Q256, n, (b + i) * block);
@@ -2462,7 +2469,7 @@ INLINE_256 void panel_rows_256(uint32_t type, const int J, int64_t n, int64_t b,
 }
 
 /* Eight outputs, or fewer, of a row whose lanes are full. */
-INLINE_256 void store_side_256(__m256 (*lane)[TILE], int j, int outs, float *out) {
+INLINE_256 void store_side_256(__m256 (*lane)[ROWS_256], int j, int outs, float *out) {
     __m256 t[8];
     float all[SIDE];
     UNROLL for (int l = 0; l < 8; l++) t[l] = _mm256_add_ps(lane[l][j], lane[l + 8][j]);
@@ -2478,7 +2485,7 @@ INLINE_256 void panel_outputs_256(uint32_t type, int64_t n, const uint8_t *w, si
     const int64_t blocks = n / t->block, step = 32 * RUNS / t->block;
     const uint8_t *rows[SIDE];
     panel256 p;
-    __m256 lane[LANES][TILE];
+    __m256 lane[LANES][ROWS_256];
     p.next = w + SIDE * w_stride;
     for (int o = 0; o < SIDE; o++) rows[o] = w + (size_t)(o < outs ? o : outs - 1) * w_stride;
     for (int l = 0; l < LANES; l++)
@@ -2621,6 +2628,16 @@ typedef struct {
     __m512 scale;
 } group512;
 
+/* Of four vectors, each four parts of four words: the k-th words of a part of all of them come together, in vector k. */
+INLINE_512 void interleave_512(const __m512i r[4], __m512i w[4]) {
+    const __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), c = _mm512_unpackhi_epi32(r[0], r[1]);
+    const __m512i d = _mm512_unpacklo_epi32(r[2], r[3]), e = _mm512_unpackhi_epi32(r[2], r[3]);
+    w[0] = _mm512_unpacklo_epi64(a, d);
+    w[1] = _mm512_unpackhi_epi64(a, d);
+    w[2] = _mm512_unpacklo_epi64(c, e);
+    w[3] = _mm512_unpackhi_epi64(c, e);
+}
+
 /* 16 bytes from each of 16 blocks, as four vectors whose lane b is the k-th word of block b. */
 INLINE_512 void gather_words_512(const uint8_t *b, int64_t size, int64_t blocks, __m512i w[4]) {
     __m512i r[4];
@@ -2633,12 +2650,7 @@ INLINE_512 void gather_words_512(const uint8_t *b, int64_t size, int64_t blocks,
         r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x0f00, _mm_loadu_si128((const void *)p[2]));
         r[i] = _mm512_mask_broadcast_i32x4(r[i], 0xf000, _mm_loadu_si128((const void *)p[3]));
     }
-    __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), c = _mm512_unpackhi_epi32(r[0], r[1]);
-    __m512i d = _mm512_unpacklo_epi32(r[2], r[3]), e = _mm512_unpackhi_epi32(r[2], r[3]);
-    w[0] = _mm512_unpacklo_epi64(a, d);
-    w[1] = _mm512_unpackhi_epi64(a, d);
-    w[2] = _mm512_unpacklo_epi64(c, e);
-    w[3] = _mm512_unpackhi_epi64(c, e);
+    interleave_512(r, w);
 }
 
 INLINE_512 void unpack_group_512(uint32_t type, const uint8_t *b, int64_t blocks, group512 *u) {
@@ -3026,7 +3038,282 @@ INLINE_512 void mix_512(int64_t n, const float *a, int64_t lda, int heads, const
 TILE_SET(avx512, TARGET_AVX512, float_tile_512, q32_tile_512, q256_tile_512)
 #endif
 
-/* ---- 4.9 Matrix products with NEON and its dot product ----------------------------------------------------------- */
+/* ---- 4.9 Matrix products with AMX --------------------------------------------------------------------------------- */
+
+/* A tile register holds 16 rows of 64 bytes, and one instruction adds to 16 x 16 integers C the products of A, 16 rows of up to
+ * 64 values, and B, as many values of 16 columns, four values of each column beside one another. Here rows are those of the
+ * activations and columns outputs. Integers being exact, a block's are those of the other sets; they are scaled and added up
+ * outside the tiles, in the same order. Weights are unpacked and turned into columns once for all rows of activations, which costs
+ * as much as the products of a few dozen rows do: with few rows the functions for AVX-512 are faster. */
+#ifdef KERNELS_X86
+#define TARGET_AMX \
+    __attribute__((target("amx-tile,amx-int8,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,gfni,avx2,fma,f16c")))
+#define INLINE_AMX ALWAYS_INLINE TARGET_AMX
+
+enum { AMX_LEAST = 8, AMX_MOST = 64 }; /* rows of activations */
+enum { TILE_BYTES = 1024 };
+
+typedef struct {
+    /* Columns of weights. 32-value types: those of 16 blocks, 8 lines each. 256-value types: those of one block's four parts, 16
+     * lines each; then, where products with the scales need two bytes, the high bytes. */
+    _Alignas(64) int8_t b[8 * TILE_BYTES];
+    _Alignas(64) int8_t a[8 * TILE_BYTES]; /* 16 rows of activations: eight times two blocks, or four parts of one */
+    _Alignas(64) int32_t c[4][LANES][LANES];
+    __m512 scale[LANES], min_scale; /* of blocks; a lane is an output */
+    __m512i min[8]; /* of one block, two minimums of each output */
+    __m512 acc[AMX_MOST / 16][LANES][16]; /* by rows, the lane of the sum, row: lanes are outputs */
+} amx_room;
+
+/* Tiles 0 to 3 are sums, then come two pairs of activations and weights. */
+INLINE_AMX void amx_configure(int a_bytes, int b_lines) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        config.bytes[i] = (uint16_t)(i == 4 || i == 6 ? a_bytes : 64);
+        config.rows[i] = (uint8_t)(i == 5 || i == 7 ? b_lines : 16);
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(config));
+}
+
+/* What was stored before must be in memory, which compilers need to be told. */
+#define LOAD_TILE(tile, from, step)              \
+    do {                                         \
+        __asm__ volatile("" ::: "memory");       \
+        _tile_loadd(tile, from, (size_t)(step)); \
+    } while (0)
+
+/* 16 vectors as the rows of a matrix of words, which is transposed. */
+INLINE_512 void transpose_512(__m512i v[16]) {
+    __m512i t[4][4];
+    UNROLL for (int g = 0; g < 4; g++) interleave_512(v + 4 * g, t[g]);
+    UNROLL for (int i = 0; i < 4; i++) {
+        const __m512i a = _mm512_shuffle_i32x4(t[0][i], t[1][i], 0x44), b = _mm512_shuffle_i32x4(t[0][i], t[1][i], 0xee);
+        const __m512i c = _mm512_shuffle_i32x4(t[2][i], t[3][i], 0x44), d = _mm512_shuffle_i32x4(t[2][i], t[3][i], 0xee);
+        v[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+        v[4 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        v[8 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
+        v[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+}
+
+/* A group of blocks of 16 rows of a 32-value type. */
+INLINE_AMX void amx_weights_32(uint32_t type, int64_t blocks, const uint8_t *w, size_t w_stride, amx_room *r) {
+    const int size = q32_bytes(type);
+    const __m512i offset = _mm512_set1_epi8((char)(type == T_Q8_0 ? 128 : type == T_Q4_0 ? 8 : 12));
+    __m512i v[9][16]; /* words 0 to 7 and the scales */
+    for (int o = 0; o < 16; o++) {
+        group512 u;
+        fetch_ahead(w + (size_t)o * w_stride, blocks * size);
+        unpack_group_512(type, w + (size_t)o * w_stride, blocks, &u);
+        for (int k = 0; k < 8; k++) v[k][o] = _mm512_sub_epi8(u.w[k], offset);
+        v[8][o] = _mm512_castps_si512(u.scale);
+    }
+    for (int k = 0; k < 9; k++) transpose_512(v[k]);
+    for (int b = 0; b < LANES; b++) {
+        for (int k = 0; k < 8; k++) _mm512_store_si512(r->b + b * 512 + k * 64, v[k][b]);
+        r->scale[b] = _mm512_castsi512_ps(v[8][b]);
+    }
+}
+
+/* The rows of activations from j for the same group, b its first block: back from words of blocks to blocks. */
+INLINE_AMX void amx_rows_32(const tile_acts *x, int j, int rows, int64_t b, int64_t blocks, amx_room *r) {
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    for (int i = 0; i < rows; i++) {
+        __m512i v[8], half[2][4];
+        UNROLL for (int k = 0; k < 8; k++) v[k] = load_lanes_512(blocks, x->q[j + i] + b * 32 + k * 4 * blocks);
+        UNROLL for (int h = 0; h < 2; h++) interleave_512(v + 4 * h, half[h]);
+        UNROLL for (int k = 0; k < 4; k++) {
+            int8_t *to = r->a + 2 * k * TILE_BYTES + i * 64;
+            _mm512_store_si512(to, _mm512_permutex2var_epi64(half[0][k], low, half[1][k]));
+            _mm512_store_si512(to + TILE_BYTES, _mm512_permutex2var_epi64(half[0][k], high, half[1][k]));
+        }
+    }
+}
+
+/* Where amx_rows_32 put block b of a group. */
+ALWAYS_INLINE const int8_t *amx_block(const amx_room *r, int b) {
+    return r->a + (b % 4 * 2 + b / 8) * TILE_BYTES + b / 4 % 2 * 32;
+}
+
+/* Four blocks of a 32-value type, from b on, to the four sums. */
+INLINE_AMX void amx_dots_32(amx_room *r, int b) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    LOAD_TILE(4, amx_block(r, b), 64);
+    LOAD_TILE(5, r->b + b * 512, 64);
+    _tile_dpbssd(0, 4, 5);
+    LOAD_TILE(6, amx_block(r, b + 1), 64);
+    LOAD_TILE(7, r->b + b * 512 + 512, 64);
+    _tile_dpbssd(1, 6, 7);
+    LOAD_TILE(4, amx_block(r, b + 2), 64);
+    LOAD_TILE(5, r->b + b * 512 + 1024, 64);
+    _tile_dpbssd(2, 4, 5);
+    LOAD_TILE(6, amx_block(r, b + 3), 64);
+    LOAD_TILE(7, r->b + b * 512 + 1536, 64);
+    _tile_dpbssd(3, 6, 7);
+    _tile_stored(0, r->c[0], 64);
+    _tile_stored(1, r->c[1], 64);
+    _tile_stored(2, r->c[2], 64);
+    _tile_stored(3, r->c[3], 64);
+}
+
+/* The group of blocks from b of a 32-value type: rows of activations from j, whose sums are acc. */
+INLINE_AMX void amx_group_32(const tile_acts *x, int j, int rows, int64_t b, int64_t blocks, amx_room *r, __m512 (*acc)[16]) {
+    amx_rows_32(x, j, rows, b, blocks, r);
+    for (int k = 0; k < blocks; k++) {
+        if (k % 4 == 0) amx_dots_32(r, k);
+        for (int i = 0; i < rows; i++) {
+            const __m512 scale = _mm512_mul_ps(r->scale[k], _mm512_set1_ps(x->d[j + i][b + k]));
+            acc[k][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(r->c[k % 4][i])), scale, acc[k][i]);
+        }
+    }
+}
+
+/* 64 values times their scales. Q2_K: 3 * 15 at most, which fits in a byte. Others: the low bytes, unsigned, and the high ones. */
+INLINE_AMX void amx_scaled(uint32_t type, __m512i w, __m512i scale, __m512i *low, __m512i *high) {
+    const __m512i pair = _mm512_mask_blend_epi16(0xaaaaaaaau, scale, _mm512_slli_epi32(scale, 16));
+    if (type == T_Q2_K) {
+        *low = _mm512_mullo_epi16(w, pair);
+        return;
+    }
+    const int offset = type == T_Q3_K ? 4 : type == T_Q6_K ? 32 : type == T_IQ2_XXS ? IQ2_OFFSET : 0;
+    w = _mm512_sub_epi8(w, _mm512_set1_epi8((char)offset));
+    const __m512i even = _mm512_mullo_epi16(_mm512_srai_epi16(_mm512_slli_epi16(w, 8), 8), pair);
+    const __m512i odd = _mm512_mullo_epi16(_mm512_srai_epi16(w, 8), pair);
+    *low = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaau, even, _mm512_slli_epi16(odd, 8));
+    *high = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaau, _mm512_srli_epi16(even, 8), odd);
+}
+
+/* A block of 16 rows of a 256-value type. */
+INLINE_AMX void amx_weights_256(uint32_t type, const uint8_t *w, size_t w_stride, amx_room *r) {
+    const int at = scale_at(type), pieces = type == T_Q2_K ? 1 : 2;
+    __m512i v[2][4][16], min[16];
+    uint16_t d[16], dmin[16] = {0};
+    for (int o = 0; o < 16; o += 2) {
+        const uint8_t *p[2] = {w + (size_t)o * w_stride, w + (size_t)(o + 1) * w_stride};
+        wblock512 u[2];
+        unpack_512(type, p[0], p[1], u);
+        for (int i = 0; i < 2; i++) {
+            fetch_ahead(p[i], type_find(type)->bytes);
+            d[o + i] = load_u16(p[i] + at);
+            if (type_has_min(type)) dmin[o + i] = load_u16(p[i] + at + 2);
+            if (type_has_min(type)) min[o + i] = _mm512_zextsi256_si512(u[i].min);
+            UNROLL for (int c = 0; c < 4; c++)
+                amx_scaled(type, u[i].w[c], u[i].scale[type_has_halves(type) ? c / 2 : 0], &v[0][c][o + i], &v[1][c][o + i]);
+        }
+    }
+    for (int c = 0; c < 4 * pieces; c++) {
+        transpose_512(v[c / 4][c % 4]);
+        for (int k = 0; k < 16; k++) _mm512_store_si512(r->b + c * TILE_BYTES + k * 64, v[c / 4][c % 4][k]);
+    }
+    r->scale[0] = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)d));
+    if (type == T_IQ2_XXS) r->scale[0] = _mm512_mul_ps(r->scale[0], _mm512_set1_ps(0.125f));
+    if (!type_has_min(type)) return;
+    r->min_scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)dmin));
+    transpose_512(min);
+    for (int k = 0; k < 8; k++) r->min[k] = min[k];
+}
+
+/* Part c of a block, in the pair of tiles 4 and 5 or 6 and 7. */
+#define AMX_PART(c, A, B, pieces)                        \
+    do {                                                 \
+        LOAD_TILE(A, r->a + (c) * TILE_BYTES, 64);       \
+        LOAD_TILE(B, r->b + (c) * TILE_BYTES, 64);       \
+        _tile_dpbsud(0, A, B);                           \
+        if (pieces == 1) break;                          \
+        LOAD_TILE(B, r->b + (4 + (c)) * TILE_BYTES, 64); \
+        _tile_dpbssd(1, A, B);                           \
+    } while (0)
+
+/* Block b of a 256-value type: rows of activations from j, whose sums are acc. */
+INLINE_AMX void amx_block_256(uint32_t type, const tile_acts *x, int j, int rows, int64_t b, amx_room *r, __m512 *acc) {
+    const int pieces = type == T_Q2_K ? 1 : 2;
+    for (int i = 0; i < rows; i++)
+        UNROLL for (int c = 0; c < 4; c++)
+            _mm512_store_si512(r->a + c * TILE_BYTES + i * 64, _mm512_loadu_si512(x->q[j + i] + b * 256 + c * 64));
+    _tile_zero(0);
+    _tile_zero(1);
+    AMX_PART(0, 4, 5, pieces);
+    AMX_PART(1, 6, 7, pieces);
+    AMX_PART(2, 4, 5, pieces);
+    AMX_PART(3, 6, 7, pieces);
+    _tile_stored(0, r->c[0], 64);
+    if (pieces == 2) _tile_stored(1, r->c[1], 64);
+    for (int i = 0; i < rows; i++) {
+        const __m512 a = _mm512_set1_ps(x->d[j + i][b]);
+        __m512i dot = _mm512_load_si512(r->c[0][i]);
+        if (pieces == 2) dot = _mm512_add_epi32(dot, _mm512_slli_epi32(_mm512_load_si512(r->c[1][i]), 8));
+        acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(r->scale[0], a), acc[i]);
+        if (!type_has_min(type)) continue;
+        __m512i min = _mm512_setzero_si512();
+        UNROLL for (int k = 0; k < 8; k++) {
+            const uint32_t sums = load_u32((const uint8_t *)(x->sum[j + i] + b * 16 + 2 * k)); /* of 16 values each */
+            min = _mm512_dpwssd_epi32(min, r->min[k], _mm512_set1_epi32((int)sums));
+        }
+        acc[i] = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(min), _mm512_mul_ps(r->min_scale, a), acc[i]);
+    }
+}
+
+/* The tree of join_lanes for 16 outputs side by side. */
+INLINE_AMX __m512 amx_join(__m512 (*acc)[16], int i) {
+    __m512 t[8];
+    UNROLL for (int l = 0; l < 8; l++) t[l] = _mm512_add_ps(acc[l][i], acc[l + 8][i]);
+    UNROLL for (int l = 0; l < 4; l++) t[l] = _mm512_add_ps(t[l], t[l + 4]);
+    return _mm512_add_ps(_mm512_add_ps(t[0], t[2]), _mm512_add_ps(t[1], t[3]));
+}
+
+/* 16 outputs. */
+INLINE_AMX void amx_outputs(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, const tile_acts *x, int m, float *out,
+                            size_t ldo, amx_room *r) {
+    const type_info *t = type_find(type);
+    const int64_t step = t->block == 32 ? LANES : 1;
+    memset(r->acc, 0, (size_t)((m + 15) / 16) * sizeof *r->acc);
+    for (int64_t b = 0; b < n / t->block; b += step) {
+        const int64_t left = n / t->block - b, blocks = left < step ? left : step;
+        if (t->block == 32) amx_weights_32(type, blocks, w + b * t->bytes, w_stride, r);
+        else amx_weights_256(type, w + b * t->bytes, w_stride, r);
+        for (int j = 0; j < m; j += 16) {
+            const int rows = m - j < 16 ? m - j : 16;
+            if (t->block == 32) amx_group_32(x, j, rows, b, blocks, r, r->acc[j / 16]);
+            else amx_block_256(type, x, j, rows, b, r, r->acc[j / 16][b % LANES]);
+        }
+    }
+    for (int j = 0; j < m; j++) _mm512_storeu_ps(out + (size_t)j * ldo, amx_join(r->acc[j / 16], j % 16));
+}
+
+INLINE_AMX void amx_tile(uint32_t type, TILE_ARGS) {
+    int o = 0;
+    if (m >= AMX_LEAST && n_out >= 16) {
+        amx_room room;
+        if (type_find(type)->block == 32) amx_configure(32, 8);
+        else amx_configure(64, 16);
+        for (; o + 16 <= n_out; o += 16) amx_outputs(type, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo, &room);
+        _tile_release();
+    }
+    if (o < n_out) tile_for(&tiles_avx512, type)(n, w + (size_t)o * w_stride, w_stride, n_out - o, x, m, out + o, ldo);
+}
+
+TILE_FN(tile_q4_0_amx, TARGET_AMX, amx_tile, T_Q4_0)
+TILE_FN(tile_q8_0_amx, TARGET_AMX, amx_tile, T_Q8_0)
+TILE_FN(tile_mxfp4_amx, TARGET_AMX, amx_tile, T_MXFP4)
+TILE_FN(tile_q2_k_amx, TARGET_AMX, amx_tile, T_Q2_K)
+TILE_FN(tile_q3_k_amx, TARGET_AMX, amx_tile, T_Q3_K)
+TILE_FN(tile_q4_k_amx, TARGET_AMX, amx_tile, T_Q4_K)
+TILE_FN(tile_q5_k_amx, TARGET_AMX, amx_tile, T_Q5_K)
+TILE_FN(tile_q6_k_amx, TARGET_AMX, amx_tile, T_Q6_K)
+TILE_FN(tile_iq2_xxs_amx, TARGET_AMX, amx_tile, T_IQ2_XXS)
+static const tile_set tiles_amx = {
+    tile_f32_avx512, tile_f16_avx512, tile_bf16_avx512, tile_q4_0_amx, tile_q8_0_amx, tile_mxfp4_amx,
+    tile_q2_k_amx,   tile_q3_k_amx,   tile_q4_k_amx,    tile_q5_k_amx, tile_q6_k_amx, tile_iq2_xxs_amx,
+};
+#endif
+
+/* ---- 4.10 Matrix products with NEON and its dot product ----------------------------------------------------------- */
 
 #ifdef KERNELS_ARM
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -3236,7 +3523,14 @@ INLINE_NEON void q256_tile_neon(uint32_t type, TILE_ARGS) {
 TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
 #endif
 
-/* ---- 4.10 One set of functions for each instruction set ----------------------------------------------------------- */
+/* ---- 4.11 One set of functions for each instruction set ----------------------------------------------------------- */
+
+/* A set with its own products, all else from the set `of`. */
+#define KERNEL_TABLE(isa, of)                                                                              \
+    {#isa,           mat_##isa,     quantise_##of,     dequantise_##of, dot_##of,       axpy_##of,         \
+     mix_##of,       relu_sum_##of, sum_squares_##of,  scale_mul_##of,  softmax_##of,   softmax_step_##of, \
+     swiglu_##of,    sigmoid_##of,  router_score_##of, f16_load_##of,   f16_store_##of, fp8_load_##of,     \
+     fp8_store_##of, argmax_##of,   all_finite_##of}
 
 /* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them; `most`: rows of activations
  * in a tile of 256-value types, whose unpacking is dear. */
@@ -3244,7 +3538,8 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
     attr static void mat_##isa(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,          \
                                const int32_t *rows, int m, float *out, size_t ldo) {                                           \
         const int block = type_find(type)->block;                                                                              \
-        mat_tiles(tile_for(&tiles_##isa, type), block == 1 ? 16 : most, block, n, w, w_stride, n_out, x, rows, m, out, ldo);   \
+        mat_tiles(tile_for(&tiles_##isa, type), 8, block == 1 ? 16 : most, block, n, w, w_stride, n_out, x, rows, m, out,      \
+                  ldo);                                                                                                        \
     }                                                                                                                          \
     attr static void quantise_##isa(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum) {             \
         if (kind == ACT_Q32) quantise_32(n, x, q, d, sum);                                                                     \
@@ -3281,39 +3576,25 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
     attr static void fp8_store_##isa(int64_t n, const float *x, uint8_t *y, uint8_t *e) { fp8_store_body(n, x, y, e); }        \
     attr static int64_t argmax_##isa(int64_t n, const float *x) { return argmax_body(n, x); }                                  \
     attr static bool all_finite_##isa(int64_t n, const float *x) { return all_finite_body(n, x); }                             \
-    static const kernels kernels_##isa = {                                                                                     \
-        #isa,                                                                                                                  \
-        mat_##isa,                                                                                                             \
-        quantise_##isa,                                                                                                        \
-        dequantise_##isa,                                                                                                      \
-        dot_##isa,                                                                                                             \
-        axpy_##isa,                                                                                                            \
-        mix_##isa,                                                                                                             \
-        relu_sum_##isa,                                                                                                        \
-        sum_squares_##isa,                                                                                                     \
-        scale_mul_##isa,                                                                                                       \
-        softmax_##isa,                                                                                                         \
-        softmax_step_##isa,                                                                                                    \
-        swiglu_##isa,                                                                                                          \
-        sigmoid_##isa,                                                                                                         \
-        router_score_##isa,                                                                                                    \
-        f16_load_##isa,                                                                                                        \
-        f16_store_##isa,                                                                                                       \
-        fp8_load_##isa,                                                                                                        \
-        fp8_store_##isa,                                                                                                       \
-        argmax_##isa,                                                                                                          \
-        all_finite_##isa,                                                                                                      \
-    };
+    static const kernels kernels_##isa = KERNEL_TABLE(isa, isa);
 
 KERNEL_SET(scalar, , 16, quantise_32_body, f16_load_body, f16_store_body, mix_body)
 #ifdef KERNELS_X86
-KERNEL_SET(avx2, TARGET_AVX2, TILE, quantise_32_256, load_f16_256, store_f16_256, mix_256)
+KERNEL_SET(avx2, TARGET_AVX2, ROWS_256, quantise_32_256, load_f16_256, store_f16_256, mix_256)
 KERNEL_SET(avx512, TARGET_AVX512, 16, quantise_32_256, load_f16_256, store_f16_256, mix_512)
+
+static void mat_amx(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x, const int32_t *rows,
+                    int m, float *out, size_t ldo) {
+    const int block = type_find(type)->block;
+    if (block == 1) mat_avx512(type, n, w, w_stride, n_out, x, rows, m, out, ldo);
+    else mat_tiles(tile_for(&tiles_amx, type), 16, AMX_MOST, block, n, w, w_stride, n_out, x, rows, m, out, ldo);
+}
+static const kernels kernels_amx = KERNEL_TABLE(amx, avx512);
 #elif defined(KERNELS_ARM)
 KERNEL_SET(neon, TARGET_NEON, 16, quantise_32_body, load_f16_neon, store_f16_neon, mix_body)
 #endif
 
-/* ---- 4.11 The dispatch table -------------------------------------------------------------------------------------- */
+/* ---- 4.12 The dispatch table -------------------------------------------------------------------------------------- */
 
 /* In the order of preference, the best one last. */
 static const kernels *const kernel_sets[] = {
@@ -3321,11 +3602,24 @@ static const kernels *const kernel_sets[] = {
 #ifdef KERNELS_X86
     &kernels_avx2,
     &kernels_avx512,
+    &kernels_amx,
 #elif defined(KERNELS_ARM)
     &kernels_neon,
 #endif
 };
 enum { KERNEL_SETS = sizeof kernel_sets / sizeof *kernel_sets };
+
+#ifdef KERNELS_X86
+/* Tile registers are for processes that ask: Linux saves the 8 KiB for each thread of theirs. */
+static bool tiles_allowed(void) {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    const long request_permission = 0x1023, tile_data = 18;
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return false;
+#endif
+}
+#endif
 
 /* Does the CPU have the instructions, and (x86: XCR0) does the system save their registers? */
 static bool cpu_runs(const kernels *k) {
@@ -3337,7 +3631,10 @@ static bool cpu_runs(const kernels *k) {
     if ((low & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return false;
     const unsigned need = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
     const unsigned also = bit_AVX512VNNI | bit_AVX512VBMI | bit_GFNI;
-    return k == &kernels_avx2 || ((low & 0xe6) == 0xe6 && (b & need) == need && (c & also) == also);
+    if (k == &kernels_avx2) return true;
+    if ((low & 0xe6) != 0xe6 || (b & need) != need || (c & also) != also) return false;
+    const unsigned tiles = 3u << 24, tile_state = 3u << 17; /* AMX-TILE and AMX-INT8; their settings and data */
+    return k == &kernels_avx512 || ((d & tiles) == tiles && (low & tile_state) == tile_state && tiles_allowed());
 #elif defined(KERNELS_ARM) && defined(__ARM_FEATURE_DOTPROD)
     return true;
 #elif defined(KERNELS_ARM) && defined(__linux__)
