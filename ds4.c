@@ -2161,11 +2161,11 @@ INLINE_256 void iq2_all_signs_256(const uint8_t *b, __m256i signs[2]) {
 
 /* Part c of half h: magnitudes, looked up a code word at a time, with blends of broadcasts, because every CPU has more units for
  * those than for inserts; and 1 or -1 for each. */
-INLINE_256 void iq2_part_256(const uint32_t codes[4], int c, __m256i signs, __m256i *w, __m256i *sign) {
+INLINE_256 void iq2_part_256(const uint8_t *code, int c, __m256i signs, __m256i *w, __m256i *sign) {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u), one = _mm256_set1_epi8(1);
     const __m256i word = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808); /* of each 128 bits, for part 0 */
     __m256i v[4];
-    UNROLL for (int r = 0; r < 4; r++) v[r] = _mm256_set1_epi64x((long long)iq2_grid[codes[r] >> (8 * c) & 255]);
+    UNROLL for (int r = 0; r < 4; r++) v[r] = _mm256_set1_epi64x((long long)iq2_grid[code[8 * r + c]]);
     *w = _mm256_blend_epi32(_mm256_blend_epi32(v[0], v[1], 0x0c), _mm256_blend_epi32(v[2], v[3], 0xc0), 0xf0);
     const __m256i s = _mm256_shuffle_epi8(signs, _mm256_add_epi8(word, _mm256_set1_epi8((char)c)));
     *sign = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(s, bit), bit), one);
@@ -2182,9 +2182,7 @@ INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock256 *u) {
     __m256i signs[2];
     iq2_all_signs_256(b, signs);
     UNROLL for (int h = 0; h < 2; h++) {
-        uint32_t codes[4];
-        UNROLL for (int r = 0; r < 4; r++) codes[r] = load_u32(b + 2 + 32 * h + 8 * r);
-        UNROLL for (int c = 0; c < 4; c++) iq2_part_256(codes, c, signs[h], &u->w[c][h], &u->sign[c][h]);
+        UNROLL for (int c = 0; c < 4; c++) iq2_part_256(b + 2 + 32 * h, c, signs[h], &u->w[c][h], &u->sign[c][h]);
         u->scale[h][0] = u->scale[h][1] = iq2_scale_256(b, h);
     }
 }
@@ -2195,12 +2193,10 @@ INLINE_256 __m256i iq2_dot_256(const uint8_t *b, const int8_t *q) {
     iq2_all_signs_256(b, signs);
     UNROLL for (int h = 0; h < 2; h++) {
         const __m256i scale = iq2_scale_256(b, h);
-        uint32_t codes[4];
         __m256i p[4];
-        UNROLL for (int r = 0; r < 4; r++) codes[r] = load_u32(b + 2 + 32 * h + 8 * r);
         UNROLL for (int c = 0; c < 4; c++) {
             __m256i w, sign;
-            iq2_part_256(codes, c, signs[h], &w, &sign);
+            iq2_part_256(b + 2 + 32 * h, c, signs[h], &w, &sign);
             p[c] = _mm256_maddubs_epi16(w, _mm256_sign_epi8(_mm256_loadu_si256((const void *)(q + 64 * c + 32 * h)), sign));
         }
         dot = _mm256_add_epi32(dot, _mm256_madd_epi16(_mm256_add_epi16(p[0], p[1]), scale));
