@@ -1540,6 +1540,9 @@ ALWAYS_INLINE int64_t argmax_body(int64_t n, const float *x) {
 
 /* ---- 4.6 Matrix products, the plain ones ------------------------------------------------------------------------- */
 
+/* Bytes of a block of a 32-value type. */
+ALWAYS_INLINE int q32_bytes(uint32_t type) { return type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17; }
+
 /* A product is computed in tiles: the weight rows w + o*w_stride, o < n_out, against the m activation rows of x, into
  * out[j*ldo + o]. What is unpacked of the weights serves all rows of a tile. */
 #define TILE 64
@@ -1871,7 +1874,6 @@ INLINE_256 void quantise_32_256(int64_t n, const float *x, int8_t *q, float *d, 
     }
 }
 
-ALWAYS_INLINE int q32_bytes(uint32_t type) { return type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17; }
 /* Weights of 32-value types are signed bytes for Q8_0, for the others unsigned ones that are so much too large. */
 ALWAYS_INLINE int q32_offset(uint32_t type) { return type == T_Q4_0 ? 8 : type == T_MXFP4 ? 12 : 0; }
 
@@ -2623,6 +2625,7 @@ typedef struct {
     __m512i w[8];
     __m512 scale;
 } group512;
+ALWAYS_INLINE int group_offset_512(uint32_t type) { return type == T_Q8_0 ? 128 : q32_offset(type); }
 
 /* Of four vectors, each four parts of four words: the k-th words of a part of all of them come together, in vector k. */
 INLINE_512 void interleave_512(const __m512i r[4], __m512i w[4]) {
@@ -2650,7 +2653,7 @@ INLINE_512 void gather_words_512(const uint8_t *b, int64_t size, int64_t blocks,
 }
 
 INLINE_512 void unpack_group_512(uint32_t type, const uint8_t *b, int64_t blocks, group512 *u) {
-    const int64_t size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
+    const int64_t size = q32_bytes(type);
     if (type == T_Q8_0) {
         gather_words_512(b + 2, size, blocks, u->w);
         gather_words_512(b + 18, size, blocks, u->w + 4);
@@ -2684,11 +2687,11 @@ INLINE_512 __m512i load_lanes_512(int64_t lanes, const void *p) {
 /* O rows of a 32-value type against J rows of activations, for the group of blocks from b. */
 INLINE_512 void q32_group_512(uint32_t type, const int O, int J, int64_t b, const int64_t blocks, const uint8_t *w,
                               size_t w_stride, const tile_acts *x, __m512 acc[2][TILE]) {
-    const int offset = type == T_Q8_0 ? 128 : type == T_Q4_0 ? 8 : 12;
+    const int offset = group_offset_512(type);
     const __m512i minus_offset = _mm512_set1_epi16((int16_t)-offset);
     group512 u[2];
     UNROLL for (int o = 0; o < O; o++) {
-        fetch_ahead(w + (size_t)o * w_stride, blocks * (type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17) + 48);
+        fetch_ahead(w + (size_t)o * w_stride, blocks * q32_bytes(type) + 48);
         unpack_group_512(type, w + (size_t)o * w_stride, blocks, &u[o]);
     }
     UNROLL for (int j = 0; j < J; j++) {
@@ -2707,7 +2710,7 @@ INLINE_512 void q32_group_512(uint32_t type, const int O, int J, int64_t b, cons
 
 INLINE_512 void q32_rows_512(uint32_t type, const int O, int J, int64_t n, const uint8_t *w, size_t w_stride,
                              const tile_acts *x, float *out, size_t ldo) {
-    const int size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
+    const int size = q32_bytes(type);
     __m512 acc[2][TILE];
     for (int j = 0; j < J; j++) acc[0][j] = acc[1][j] = _mm512_setzero_ps();
     int64_t b = 0;
@@ -3098,7 +3101,7 @@ INLINE_512 void transpose_512(__m512i v[16]) {
 /* A group of blocks of 16 rows of a 32-value type. */
 INLINE_AMX void amx_weights_32(uint32_t type, int64_t blocks, const uint8_t *w, size_t w_stride, amx_room *r) {
     const int size = q32_bytes(type);
-    const __m512i offset = _mm512_set1_epi8((char)(type == T_Q8_0 ? 128 : type == T_Q4_0 ? 8 : 12));
+    const __m512i offset = _mm512_set1_epi8((char)group_offset_512(type));
     __m512i v[9][16]; /* words 0 to 7 and the scales */
     for (int o = 0; o < 16; o++) {
         group512 u;
@@ -3396,7 +3399,7 @@ INLINE_NEON void gather_words_neon(const uint8_t *b, int64_t size, int64_t block
 INLINE_NEON float32x4_t unpack_group_neon(uint32_t type, const uint8_t *b, int64_t blocks, int8x16_t w[8]) {
     static const int8_t values[2][16] = {{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
                                          {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};
-    const int64_t size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
+    const int64_t size = q32_bytes(type);
     if (type == T_Q8_0) {
         gather_words_neon(b + 2, size, blocks, w);
         gather_words_neon(b + 18, size, blocks, w + 4);
@@ -3440,7 +3443,7 @@ INLINE_NEON void q32_group_neon(uint32_t type, int64_t b, const int64_t lanes, i
 }
 
 INLINE_NEON void q32_tile_neon(uint32_t type, TILE_ARGS) {
-    const int size = type == T_Q8_0 ? 34 : type == T_Q4_0 ? 18 : 17;
+    const int size = q32_bytes(type);
     for (int o = 0; o < n_out; o++) {
         const uint8_t *row = w + (size_t)o * w_stride;
         float acc[TILE][LANES];
