@@ -2030,8 +2030,8 @@ INLINE_256 void natural_order_256(int64_t n, const int8_t *q, int8_t *to) {
 }
 
 /* A block of 256 weights in the order of act_offset, half of each part at a time: unsigned bytes (Q3_K: 4 too large, Q6_K: 32);
- * for IQ2_XXS, whose bytes are magnitudes, 1 or -1 for each; a scale for every pair of bytes; and a minimum for each 16 values,
- * or where values are too large their excess * scale, which belongs to the same sum. */
+ * for IQ2_XXS, whose bytes are magnitudes, bytes of their signs; a scale for every pair of bytes; and a minimum for each 16
+ * values, or where values are too large their excess * scale, which belongs to the same sum. */
 typedef struct {
     __m256i w[4][2], sign[4][2];
     __m256i scale[2][2]; /* [half][parts 0 and 1, or 2 and 3] */
@@ -2141,68 +2141,80 @@ INLINE_256 void unpack_q6_k_256(const uint8_t *b, wblock256 *u) {
     }
 }
 
-/* The halves of IQ2_XXS's 8 words of signs and scale that hold signs, a byte for each 8 weights. A byte's eighth sign is the
- * parity of the seven that are stored. */
-INLINE_256 __m256i iq2_signs_256(__m256i rest) {
+/* IQ2_XXS's 8 words of signs and scale to signs, a byte for each 8 weights: first 14 bits come to each 16, then 7 to each 8. The
+ * eighth is the parity of the seven that are stored. */
+INLINE_256 __m256i iq2_signs_256(__m256i words) {
     const __m256i odd =
         _mm256_broadcastsi128_si256(_mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0));
-    __m256i sign = _mm256_and_si256(rest, _mm256_set1_epi32(0x7f));
-    UNROLL for (int k = 1; k < 4; k++) sign =
-        _mm256_or_si256(sign, _mm256_and_si256(_mm256_slli_epi32(rest, k), _mm256_set1_epi32(0x7f << (8 * k))));
+    const __m256i pairs = _mm256_blend_epi16(words, _mm256_slli_epi32(words, 2), 0xaa);
+    const __m256i bytes = _mm256_blendv_epi8(pairs, _mm256_add_epi16(pairs, pairs), _mm256_set1_epi16((short)0xff00));
+    const __m256i sign = _mm256_and_si256(bytes, _mm256_set1_epi8(0x7f));
     const __m256i folded = _mm256_and_si256(_mm256_xor_si256(sign, _mm256_srli_epi16(sign, 4)), _mm256_set1_epi8(15));
     return _mm256_or_si256(sign, _mm256_shuffle_epi8(odd, folded));
 }
 
-/* Signs of two runs of a half and of the other two, a byte for each 8 weights. */
-INLINE_256 void iq2_all_signs_256(const uint8_t *b, __m256i signs[2]) {
+/* What a block of IQ2_XXS says of its runs, by halves: signs, a byte for each 8 weights of two runs, then of the other two, all of
+ * it twice; and scales, 1 + 2 * the top four bits, in each of a run's four 16-bit words. */
+INLINE_256 void iq2_runs_256(const uint8_t *b, __m256i signs[2], __m256i scale[2]) {
     const __m256 lo = _mm256_loadu_ps((const void *)(b + 2)), hi = _mm256_loadu_ps((const void *)(b + 34));
-    const __m256i sign = iq2_signs_256(_mm256_castps_si256(_mm256_shuffle_ps(lo, hi, 0xdd))); /* of runs 0 1 4 5 2 3 6 7 */
+    const __m256i words = _mm256_castps_si256(_mm256_shuffle_ps(lo, hi, 0xdd)); /* of runs 0 1 4 5 2 3 6 7 */
+    const __m256i sign = iq2_signs_256(words), top = _mm256_or_si256(_mm256_srli_epi32(words, 27), _mm256_set1_epi32(1));
+    const __m128i to = _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 4, 5, 4, 5, 4, 5, 4, 5);
     signs[0] = _mm256_unpacklo_epi32(sign, sign);
     signs[1] = _mm256_unpackhi_epi32(sign, sign);
+    UNROLL for (int h = 0; h < 2; h++) scale[h] =
+        _mm256_shuffle_epi8(top, _mm256_broadcastsi128_si256(_mm_add_epi8(to, _mm_set1_epi8((char)(8 * h)))));
 }
 
-/* Part c of half h: magnitudes, looked up a code word at a time, with blends of broadcasts, because every CPU has more units for
- * those than for inserts; and 1 or -1 for each. */
-INLINE_256 void iq2_part_256(const uint8_t *code, int c, __m256i signs, __m256i *w, __m256i *sign) {
-    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u), one = _mm256_set1_epi8(1);
+/* The code words of half h, each run's four in a word. */
+ALWAYS_INLINE void iq2_codes(const uint8_t *b, int h, uint32_t code[4]) {
+    for (int r = 0; r < 4; r++) code[r] = load_u32(b + 2 + 32 * h + 8 * r);
+}
+
+/* Two code words' magnitudes. */
+INLINE_256 __m128i iq2_pair_256(uint8_t first, uint8_t second) {
+    const __m128i v = _mm_loadl_epi64((const void *)&iq2_grid[first]);
+    return _mm_castpd_si128(_mm_loadh_pd(_mm_castsi128_pd(v), (const void *)&iq2_grid[second]));
+}
+
+/* Part c of a half: magnitudes, and bytes of their signs, none of them 0: a weight's bit of the signs, and what makes it 128. */
+INLINE_256 void iq2_part_256(const uint32_t code[4], int c, __m256i signs, __m256i *w, __m256i *sign) {
+    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u), rest = _mm256_set1_epi64x(0x01406070787c7e7f);
     const __m256i word = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808); /* of each 128 bits, for part 0 */
-    __m256i v[4];
-    UNROLL for (int r = 0; r < 4; r++) v[r] = _mm256_set1_epi64x((long long)iq2_grid[code[8 * r + c]]);
-    *w = _mm256_blend_epi32(_mm256_blend_epi32(v[0], v[1], 0x0c), _mm256_blend_epi32(v[2], v[3], 0xc0), 0xf0);
+    __m128i v[2];
+    UNROLL for (int i = 0; i < 2; i++) v[i] =
+        iq2_pair_256((uint8_t)(code[2 * i] >> 8 * c), (uint8_t)(code[2 * i + 1] >> 8 * c));
+    *w = _mm256_inserti128_si256(_mm256_castsi128_si256(v[0]), v[1], 1);
     const __m256i s = _mm256_shuffle_epi8(signs, _mm256_add_epi8(word, _mm256_set1_epi8((char)c)));
-    *sign = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(s, bit), bit), one);
-}
-
-/* The scales of half h: 1 + 2 * the top four bits, in each of the run's four 16-bit words. */
-INLINE_256 __m256i iq2_scale_256(const uint8_t *b, int h) {
-    const __m256i words = _mm256_loadu_si256((const void *)(b + 2 + 32 * h));
-    const __m256i top = _mm256_slli_epi64(_mm256_srli_epi64(words, 60), 1);
-    return _mm256_or_si256(_mm256_shufflehi_epi16(_mm256_shufflelo_epi16(top, 0), 0), _mm256_set1_epi16(1));
+    *sign = _mm256_add_epi8(_mm256_and_si256(s, bit), rest);
 }
 
 INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock256 *u) {
-    __m256i signs[2];
-    iq2_all_signs_256(b, signs);
+    __m256i signs[2], scale[2];
+    uint32_t code[4];
+    iq2_runs_256(b, signs, scale);
     UNROLL for (int h = 0; h < 2; h++) {
-        UNROLL for (int c = 0; c < 4; c++) iq2_part_256(b + 2 + 32 * h, c, signs[h], &u->w[c][h], &u->sign[c][h]);
-        u->scale[h][0] = u->scale[h][1] = iq2_scale_256(b, h);
+        iq2_codes(b, h, code);
+        UNROLL for (int c = 0; c < 4; c++) iq2_part_256(code, c, signs[h], &u->w[c][h], &u->sign[c][h]);
+        u->scale[h][0] = u->scale[h][1] = scale[h];
     }
 }
 
 /* A block of IQ2_XXS against one row, part by part as it is unpacked. */
 INLINE_256 __m256i iq2_dot_256(const uint8_t *b, const int8_t *q) {
-    __m256i signs[2], dot = _mm256_setzero_si256();
-    iq2_all_signs_256(b, signs);
+    __m256i signs[2], scale[2], dot = _mm256_setzero_si256();
+    uint32_t code[4];
+    iq2_runs_256(b, signs, scale);
     UNROLL for (int h = 0; h < 2; h++) {
-        const __m256i scale = iq2_scale_256(b, h);
         __m256i p[4];
+        iq2_codes(b, h, code);
         UNROLL for (int c = 0; c < 4; c++) {
             __m256i w, sign;
-            iq2_part_256(b + 2 + 32 * h, c, signs[h], &w, &sign);
+            iq2_part_256(code, c, signs[h], &w, &sign);
             p[c] = _mm256_maddubs_epi16(w, _mm256_sign_epi8(_mm256_loadu_si256((const void *)(q + 64 * c + 32 * h)), sign));
         }
-        dot = _mm256_add_epi32(dot, _mm256_madd_epi16(_mm256_add_epi16(p[0], p[1]), scale));
-        dot = _mm256_add_epi32(dot, _mm256_madd_epi16(_mm256_add_epi16(p[2], p[3]), scale));
+        dot = _mm256_add_epi32(dot, _mm256_madd_epi16(_mm256_add_epi16(p[0], p[1]), scale[h]));
+        dot = _mm256_add_epi32(dot, _mm256_madd_epi16(_mm256_add_epi16(p[2], p[3]), scale[h]));
         IN_ORDER(dot);
     }
     return dot;
