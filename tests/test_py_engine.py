@@ -18,7 +18,7 @@ import ds4
 import numpy as np
 import pytest
 from conftest import ROOT, hear_interrupts
-from ds4 import Engine, Session
+from ds4 import Engine, Session, registry
 from engine import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -613,6 +613,49 @@ def test_close_ends_what_runs() -> None:
     engine.close()
     thread.join()
     assert [type(e) for e in raised] == [ds4.Cancelled] and session.closed
+
+
+@pytest.mark.parametrize("what", ["session", "engine"])
+def test_close_meets_a_drafter_that_asks_the_engine(what: str) -> None:
+    """Closing from another thread waits for the session's call, which may wait for the engine."""
+    begun, closing, raised = threading.Event(), threading.Event(), []
+
+    class Asks:
+        def __init__(self, session: Session) -> None:
+            self.session = session
+
+        def propose(self, token: int, k: int) -> list[int]:
+            begun.set()
+            while not (self.session.cancelled or closing.wait(0.01)):
+                pass
+            assert self.session.engine.piece(token)
+            return [token]
+
+    registry.register_draft_core("asks", Asks)
+    try:
+        engine = Engine(PAIR[0], threads=1)
+        session = Session(engine)
+
+        def work() -> None:
+            try:
+                session.generate(TEXT, max_tokens=20, draft_core="asks", speculative_depth=2)
+            except ds4.Error as e:
+                raised.append(type(e))
+
+        threads = [threading.Thread(target=work, daemon=True)]
+        threads[0].start()
+        begun.wait()
+        closer = session if what == "session" else engine
+        threads.append(threading.Thread(target=closer.close, daemon=True))
+        threads[1].start()
+        for thread in threads:
+            thread.join(30)
+        closing.set()
+        assert not any(t.is_alive() for t in threads)
+        assert raised[0] in (ds4.Cancelled, ds4.Closed) and session.closed
+        engine.close()
+    finally:
+        registry.unregister("asks")
 
 
 def test_cancel(engine: Engine) -> None:

@@ -175,8 +175,8 @@ os.register_at_fork(after_in_child=_count_fork)
 class EngineHandle:
     """A ds4_engine and its open sessions. It never refers to the object that owns it.
 
-    Locks: a session's calls hold the session's lock, the engine's own calls the engine's; who needs both takes the engine's
-    first. A finaliser may run anywhere, so it waits for none.
+    Locks: a session's calls hold the session's lock, the engine's own calls the engine's. A session's call may ask the engine, as a
+    drafter does; so who holds the engine's lock waits for no session's. A finaliser may run anywhere, so it waits for none.
     """
 
     def __init__(self, cfg: Any, log: Log | None, progress: Progress | None) -> None:
@@ -185,6 +185,7 @@ class EngineHandle:
         self.sessions: dict[int, SessionHandle] = {}
         self.unfreed: list[Any] = []
         self.pointer = None
+        self.closing = False
         cfg.log, cfg.progress = lib.ds4_py_log, lib.ds4_py_progress
         pointer = check(_run(_Call(self, None, log, progress), lib.ds4_engine_new, cfg))
         self.pointer = pointer
@@ -217,6 +218,8 @@ class EngineHandle:
         self.free_dead()
         with self.lock:
             self.check_open()
+            if self.closing:
+                raise errors.Closed("the engine is closed")
             handle = SessionHandle(self, pointer)
             self.sessions[id(handle)] = handle
             return handle
@@ -240,15 +243,18 @@ class EngineHandle:
         if self.pointer is None or self.forks != _forks:
             return
         with self.lock:
+            self.closing = True
             sessions = list(self.sessions.values())
-            for session in sessions:
-                session.cancelling(lib.ds4_session_cancel)
-            for session in sessions:
-                with session.lock:
-                    session.take()
+        for session in sessions:
+            session.cancelling(lib.ds4_session_cancel)
+        for session in sessions:
+            with session.lock:
+                session.take()
+        with self.lock:
             self.sessions.clear()
             pointer, self.pointer = self.pointer, None
-            lib.ds4_engine_free(pointer)
+            if pointer is not None:  # else another thread was here first
+                lib.ds4_engine_free(pointer)
 
     discard = close
 
@@ -289,10 +295,9 @@ class SessionHandle:
             raise errors.InvalidArgument("a callback (log, progress, mask) must not close a session of its engine")
         if self.pointer is None or engine.forks != _forks:
             return
-        with engine.lock:
-            self.cancelling(lib.ds4_session_cancel)
-            with self.lock:
-                self.discard()
+        self.cancelling(lib.ds4_session_cancel)
+        with self.lock:
+            self.discard()
 
     def take(self) -> Any:
         """The pointer, which the handle gives up."""
