@@ -21,6 +21,7 @@
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -334,23 +335,36 @@ static void pool_free(pool *p) {
     mem_free(p);
 }
 
+/* Signals go to the program's own threads, where its handlers expect to run and its masks hold; only what a fault of the thread
+ * itself raises comes to a worker. Threads inherit the mask they are made under: `before` is the caller's. */
+static void block_signals(sigset_t *before) {
+    static const int own[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGPROF};
+    sigset_t set;
+    sigfillset(&set);
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++) sigdelset(&set, own[i]);
+    pthread_sigmask(SIG_BLOCK, &set, before);
+}
+
 static pool *pool_new(int threads) {
     pool *p = mem_new(sizeof *p);
     if (!p) return NULL;
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
     pthread_cond_init(&p->finished, NULL);
+    sigset_t before;
+    int error = 0;
+    block_signals(&before);
     for (p->threads = 1; p->threads < threads; p->threads++) {
         worker *w = &p->workers[p->threads];
         *w = (worker){.pool = p, .index = p->threads};
-        int error = fault() ? EAGAIN : pthread_create(&w->thread, NULL, worker_main, w);
-        if (error) {
-            fail_as(DS4_NO_MEMORY, "cannot start thread %d of %d: %s", p->threads + 1, threads, strerror(error));
-            pool_free(p);
-            return NULL;
-        }
+        error = fault() ? EAGAIN : pthread_create(&w->thread, NULL, worker_main, w);
+        if (error) break;
     }
-    return p;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!error) return p;
+    fail_as(DS4_NO_MEMORY, "cannot start thread %d of %d: %s", p->threads + 1, threads, strerror(error));
+    pool_free(p);
+    return NULL;
 }
 
 /* Waits until all chunks are done: others may be at their last one. */
