@@ -28,6 +28,7 @@
 /* ---- 1 messages and small tools ------------------------------------------------------------------------------------- */
 
 static bool quiet;                     /* --quiet: no notes, no bars */
+static const int ending_signals[] = {SIGHUP, SIGINT, SIGQUIT, SIGPIPE, SIGTERM, SIGXCPU, 0};
 static bool bar_shown;                 /* a progress bar stands on the last line of standard error */
 
 static void bar_erase(void) {
@@ -162,48 +163,144 @@ static int read_file(const char *path, Bytes *out) {
     return error ? -1 : 0;
 }
 
-/* What `path` leads to is removed, if it is a file. */
-static void remove_output(const char *path) {
-    char file[PATH_MAX];
-    struct stat st;
-    if (realpath(path, file) && stat(file, &st) == 0 && S_ISREG(st.st_mode)) unlink(file);
+/* Signals that would end the program, held while `hold`: between a file's name and what is known of it none may come. */
+static void hold_signals(bool hold) {
+    static sigset_t before;
+    sigset_t ending;
+    sigemptyset(&ending);
+    for (int i = 0; ending_signals[i]; i++) sigaddset(&ending, ending_signals[i]);
+    if (hold) sigprocmask(SIG_BLOCK, &ending, &before);
+    else sigprocmask(SIG_SETMASK, &before, NULL);
 }
 
-/* Whether `path` could be written, seen before the work that it waits for; afterwards all is as it was. A reason in errno. */
-static bool can_write(const char *path) {
+/* Whether `path` is written where it stands: devices, pipes and descriptors, in whose place no file can be put. */
+static bool is_device(const char *path) {
     struct stat st;
-    if (stat(path, &st) == 0) return S_ISDIR(st.st_mode) ? errno = EISDIR, false : access(path, W_OK) == 0;
+    if (!strncmp(path, "/proc/", 6) || (!strncmp(path, "/dev/", 5) && strncmp(path, "/dev/shm/", 9))) return true;
+    return stat(path, &st) == 0 && !S_ISREG(st.st_mode) && !S_ISDIR(st.st_mode);
+}
+
+/* The file that `path` leads to into `place` (PATH_MAX bytes). One that is not there yet is made to be found, and removed. */
+static bool find_place(const char *path, char *place) {
+    if (realpath(path, place)) return true;
     int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0) return false;
     close(fd);
-    remove_output(path);
-    return true;
+    bool found = realpath(path, place) != NULL;
+    if (found) unlink(place);
+    return found;
 }
 
-/* Files being written. One that a failure leaves half written is removed. */
-static const char *unfinished[4];
+/* Files being written: each under a name beside its place, which it takes when it is whole. What fails or is ended by a signal
+ * leaves neither. */
+typedef struct {
+    const char *path;                  /* as it was given; NULL: none */
+    char place[PATH_MAX], beside[PATH_MAX + 32];
+} Unfinished;
+
+static Unfinished unfinished[4];
 enum { UNFINISHED = sizeof unfinished / sizeof *unfinished };
 
 static void remove_unfinished(void) {
     for (int i = 0; i < UNFINISHED; i++)
-        if (unfinished[i]) remove_output(unfinished[i]);
+        if (unfinished[i].path) unlink(unfinished[i].beside);
+}
+
+/* A new file beside the place that `path` leads to, with the mode of what is there: a descriptor, or -1 and a reason in errno. */
+static int open_beside(const char *path, Unfinished *u) {
+    struct stat st;
+    int fd = -1;
+    if (!find_place(path, u->place)) return -1;
+    bool there = stat(u->place, &st) == 0;
+    if (there && S_ISDIR(st.st_mode)) return errno = EISDIR, -1;
+    if (there && access(u->place, W_OK)) return -1;
+    for (int i = 0; i < 100 && fd < 0 && (i == 0 || errno == EEXIST); i++) {
+        snprintf(u->beside, sizeof u->beside, "%s.%ld-%d", u->place, (long)getpid(), i);
+        fd = open(u->beside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    }
+    if (fd >= 0 && there) (void)!fchmod(fd, st.st_mode & 07777);
+    return fd;
+}
+
+/* Whether `path` could be written, seen before the work that it waits for; afterwards all is as it was. A reason in errno. */
+static bool can_write(const char *path) {
+    Unfinished u;
+    if (is_device(path)) return access(path, W_OK) == 0;
+    hold_signals(true);
+    int fd = open_beside(path, &u), error = errno;
+    if (fd >= 0) close(fd), unlink(u.beside);
+    hold_signals(false);
+    errno = error;
+    return fd >= 0;
 }
 
 /* A standard stream by its name is written to where it stands: opened anew, a file behind it would be written from its start. */
 static FILE *open_output(const char *path) {
-    int stream = !strcmp(path, "/dev/stdout") ? STDOUT_FILENO : !strcmp(path, "/dev/stderr") ? STDERR_FILENO : -1, i = 0;
-    FILE *f = stream < 0 ? fopen(path, "wb") : fdopen(dup(stream), "wb");
+    int fd = -1, i = 0;
+    if (!strcmp(path, "/dev/stdout")) {
+        fd = dup(STDOUT_FILENO);
+    } else if (!strcmp(path, "/dev/stderr")) {
+        fd = dup(STDERR_FILENO);
+    } else if (is_device(path)) {
+        fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    } else {
+        while (unfinished[i].path) i++;
+        hold_signals(true);
+        fd = open_beside(path, &unfinished[i]);
+        if (fd >= 0) unfinished[i].path = path;
+        hold_signals(false);
+    }
+    FILE *f = fd >= 0 ? fdopen(fd, "wb") : NULL;
     if (!f) fail("%s: %s", path, strerror(errno));
-    while (unfinished[i]) i++;
-    if (stream < 0) unfinished[i] = path;
     return f;
 }
 
 static void close_output(FILE *f, const char *path) {
     bool bad = ferror(f) != 0;
     if (fclose(f) != 0 || bad) fail("%s: %s", path, strerror(errno ? errno : EIO));
-    for (int i = 0; i < UNFINISHED; i++)
-        if (unfinished[i] == path) unfinished[i] = NULL;
+    for (int i = 0; i < UNFINISHED; i++) {
+        if (unfinished[i].path != path) continue;
+        hold_signals(true);
+        if (rename(unfinished[i].beside, unfinished[i].place) != 0) fail("%s: %s", path, strerror(errno));
+        unfinished[i].path = NULL;
+        hold_signals(false);
+    }
+}
+
+static void write_terminal(const char *text, size_t n) {
+    while (n) {
+        ssize_t done = write(STDOUT_FILENO, text, n);
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) return;
+        text += done;
+        n -= (size_t)done;
+    }
+}
+
+static struct termios *terminal_to_restore;    /* while the terminal is raw */
+
+static void restore_terminal(void) {
+    if (!terminal_to_restore) return;
+    write_terminal("\033[?2004l", 8);
+    tcsetattr(STDIN_FILENO, TCSADRAIN, terminal_to_restore);
+    terminal_to_restore = NULL;
+}
+
+/* A signal ends the program as it would have without this, with nothing half done left behind. */
+static void on_termination(int signal_number) {
+    remove_unfinished();
+    restore_terminal();
+    signal(signal_number, SIG_DFL);
+    raise(signal_number);
+}
+
+/* Signals that came ignored (nohup) stay so. */
+static void catch_endings(void) {
+    struct sigaction action = {.sa_handler = on_termination}, old;
+    sigfillset(&action.sa_mask);
+    for (int i = 0; ending_signals[i]; i++)
+        if (sigaction(ending_signals[i], NULL, &old) == 0 && old.sa_handler == SIG_DFL)
+            sigaction(ending_signals[i], &action, NULL);
 }
 
 static double now_ms(void) {
@@ -535,10 +632,13 @@ static void read_biases(Options *opt) {
     opt->cfg.gen.n_bias = n;
 }
 
-/* Devices are no files: they may be named more than once. */
+/* Devices are no files: they may be named more than once. What is not there yet would come to the same place. */
 static bool same_file(const char *a, const char *b) {
     struct stat x, y;
-    if (stat(a, &x) || stat(b, &y)) return !strcmp(a, b);
+    char place[PATH_MAX], other[PATH_MAX];
+    bool none = stat(a, &x) != 0;
+    if (none != (stat(b, &y) != 0)) return false;
+    if (none) return !strcmp(a, b) || (find_place(a, place) && find_place(b, other) && !strcmp(place, other));
     return x.st_dev == y.st_dev && x.st_ino == y.st_ino && S_ISREG(x.st_mode);
 }
 
@@ -578,7 +678,9 @@ static void check_outputs(const Options *opt) {
         if (file[i].path == opt->session) continue;
         if (!can_write(file[i].path)) misuse("%s %s: %s", file[i].name, file[i].path, strerror(errno));
     }
+    hold_signals(true);
     if (opt->session && ds4_session_can_save(opt->session) != 0) misuse("--session %s", ds4_last_error());
+    hold_signals(false);
 }
 
 /* Combinations that cannot be meant. */
@@ -596,8 +698,12 @@ static void check_options(const Options *opt) {
         misuse("--inspect, --dump-tokens, logits, --perplexity-file and --bench: only one at a time");
     if (opt->perplexity && has_prompt(opt)) misuse("--perplexity-file takes no prompt");
     check_bench(opt);
-    if (opt->session && (opt->dump_tokens || dumps_logits(opt) || opt->perplexity))
-        misuse("--session: not with --dump-tokens, --dump-logits, --dump-head-logits or --perplexity-file");
+    if ((opt->inspect || opt->dump_tokens || opt->perplexity) &&
+        (opt->print_ids || opt->stats || opt->stats_json || opt->logprobs))
+        misuse(
+            "--inspect, --dump-tokens and --perplexity-file: not with --print-ids, --stats, --stats-json or --dump-logprobs");
+    if (opt->session && (opt->inspect || opt->dump_tokens || dumps_logits(opt) || opt->perplexity))
+        misuse("--session: not with --inspect, --dump-tokens, --dump-logits, --dump-head-logits or --perplexity-file");
     if (opt->head_logits && !head) misuse("--dump-head-logits needs a head: --mtp FILE or --glm-mtp");
     if (is_chat(opt) && (opt->print_ids || opt->stats_json || opt->logprobs || opt->dump_tokens || dumps_logits(opt)))
         misuse("ids, dumps and --stats-json need a prompt: -p, --prompt-file or --prompt-ids");
@@ -807,10 +913,13 @@ static void on_log(void *ctx, const char *text) {
 }
 
 static ds4_session *volatile interrupt_target;
-static volatile sig_atomic_t interrupted;
+static volatile sig_atomic_t interrupted, second_ends;
 
 static void on_interrupt(int signal_number) {
-    (void)signal_number;
+    if (interrupted && second_ends) {
+        on_termination(signal_number);
+        return;
+    }
     interrupted = 1;
     if (interrupt_target) ds4_session_cancel(interrupt_target);
 }
@@ -819,7 +928,7 @@ static void on_interrupt(int signal_number) {
 static void catch_interrupts(App *app, bool chat) {
     struct sigaction action = {.sa_handler = on_interrupt};
     sigemptyset(&action.sa_mask);
-    if (!chat) action.sa_flags = (int)SA_RESETHAND;
+    second_ends = !chat;
     interrupt_target = app->session;
     sigaction(SIGINT, &action, NULL);
 }
@@ -873,7 +982,10 @@ static void open_session(App *app) {
 }
 
 static void save_session(App *app) {
-    if (app->opt.session && ds4_session_save(app->session, app->opt.session) != 0) fail("%s", ds4_last_error());
+    if (!app->opt.session) return;
+    hold_signals(true);                /* which would leave the file beside it */
+    if (ds4_session_save(app->session, app->opt.session) != 0) fail("%s", ds4_last_error());
+    hold_signals(false);
 }
 
 /* A failed call: true if Ctrl+C made it fail, which is then forgotten. */
@@ -2109,16 +2221,6 @@ static void draw_row(const Editor *ed, const Layout *l, size_t row, Bytes *out) 
     }
 }
 
-static void write_terminal(const char *text, size_t n) {
-    while (n) {
-        ssize_t done = write(STDOUT_FILENO, text, n);
-        if (done < 0 && errno == EINTR) continue;
-        if (done <= 0) return;
-        text += done;
-        n -= (size_t)done;
-    }
-}
-
 /* Draws the line anew: all its rows, or those around the cursor if the screen cannot hold them. */
 static void redraw(Editor *ed) {
     int columns, screen_rows;
@@ -2348,28 +2450,9 @@ static Edited edit_line(Editor *ed) {
     }
 }
 
-static struct termios *terminal_to_restore;    /* while the terminal is raw */
-
-static void restore_terminal(void) {
-    if (!terminal_to_restore) return;
-    write_terminal("\033[?2004l", 8);
-    tcsetattr(STDIN_FILENO, TCSADRAIN, terminal_to_restore);
-    terminal_to_restore = NULL;
-}
-
-static void on_termination(int signal_number) {
-    restore_terminal();
-    signal(signal_number, SIG_DFL);
-    raise(signal_number);
-}
-
 static void editor_start(Editor *ed) {
     const char *term = getenv("TERM");
     ed->plain = !isatty(STDOUT_FILENO) || !term || !*term || !strcmp(term, "dumb") || tcgetattr(STDIN_FILENO, &ed->cooked) != 0;
-    struct sigaction action = {.sa_handler = on_termination};
-    sigemptyset(&action.sa_mask);
-    sigaction(SIGTERM, &action, NULL);
-    sigaction(SIGHUP, &action, NULL);
     atexit(restore_terminal);
 }
 
@@ -2668,6 +2751,7 @@ int main(int argc, char **argv) {
     hold_standard_streams();
     signal(SIGXFSZ, SIG_IGN);          /* a file that grows beyond the limit is a failed write, with a message */
     atexit(remove_unfinished);
+    catch_endings();
     App app = {.opt = read_options(argc, argv)};
     Options *opt = &app.opt;
     int status = 0;

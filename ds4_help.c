@@ -98,6 +98,7 @@ const char *const ds4_help_cli[] = {
 "  DS4_MTP_CONF_LOG       1: a line for each drafted token on standard error: position, ids, leads, margin, verdict (0)\n",
 
 "\nExit status: 0 done, 1 something failed, 2 misuse, 130 stopped by Ctrl+C. Failures are one line on standard error.\n"
+"A file that is written takes its place when it is whole: a run that fails or is ended leaves what was there.\n"
 "Bytes that are no UTF-8 are printed as U+FFFD; a character that several tokens make is printed when it is whole.\n",
 
 "\nExamples\n"

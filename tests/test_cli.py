@@ -175,6 +175,12 @@ def plain(cli: Cli) -> bytes:
         (["--session", "f", "--stats-json", "f", "-p", "a"], ["--session", "--stats-json", "write f"]),
         (["--prompt-file", "f", "--stats-json", "f"], ["--prompt-file", "--stats-json", "f would be read and written"]),
         (["--bench", "--csv", "f", "--json", "f"], ["--csv", "--json", "write f"]),
+        (["--bench", "--csv", "f", "--json", "./f"], ["--csv", "--json", "write ./f"]),
+        (["--stats-json", "f", "--inspect"], ["--stats-json", "--inspect"]),
+        (["--stats", "--dump-tokens", "-p", "a"], ["--stats", "--dump-tokens"]),
+        (["--print-ids", "--perplexity-file", "f"], ["--print-ids", "--perplexity-file"]),
+        (["--dump-logprobs", "f", "--perplexity-file", "g"], ["--dump-logprobs", "--perplexity-file"]),
+        (["--session", "f", "--inspect"], ["--session", "--inspect"]),
     ],
 )
 def test_misuse_is_one_line_and_status_2(cli: Cli, args: list[str], words: list[str]) -> None:
@@ -629,15 +635,41 @@ def test_no_write_ends_inside_a_character(cli: Cli) -> None:
 
 
 def test_a_reader_that_leaves(cli: Cli, tmp_path: Path) -> None:
-    """It ends the program at once; a session's file stays as it was, and nothing is left beside it."""
-    saved = tmp_path / "s"
+    """It ends the program at once; a session's file stays as it was, and neither half a file nor one beside it is left."""
+    saved, begun = tmp_path / "s", tmp_path / "j"
     cli("-p", PROMPT, "-n", 5, "--session", saved)
     before = saved.read_bytes()
-    process = cli.start(cli.model, "-p", "", "-n", 4000, "--ignore-eos", "--session", saved)
+    process = cli.start(cli.model, "-p", "", "-n", 4000, "--ignore-eos", "--session", saved, "--dump-logprobs", begun)
     assert process.stdout and process.stdout.read(10)
     process.stdout.close()
     assert process.wait(60) == -signal.SIGPIPE and process.stderr and process.stderr.read() == b""
     assert saved.read_bytes() == before and os.listdir(tmp_path) == ["s"]
+
+
+def test_a_signal_leaves_no_output(cli: Cli, tmp_path: Path) -> None:
+    """It ends the program as ever; what was there stays, and what was begun, beside it, is removed."""
+    new, there = tmp_path / "new", tmp_path / "there"
+    there.write_text("figures")
+    for out in (new, there):
+        process = cli.start(cli.model, "-p", PROMPT, "-n", -1, "--ignore-eos", "--dump-logprobs", out)
+        assert process.stdout and process.stdout.read(10) and len(os.listdir(tmp_path)) == 2
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == -signal.SIGTERM and process.stderr and process.stderr.read() == b""
+    assert os.listdir(tmp_path) == ["there"] and there.read_text() == "figures"
+
+
+def test_an_ignored_signal_stays_ignored(cli: Cli, tmp_path: Path) -> None:
+    """As nohup wants it, though the signal is one that would end the program."""
+    args = [cli.program, "-m", cli.model, "-p", PROMPT, "-n", "-1", "--ignore-eos", "--dump-logprobs", tmp_path / "j"]
+    process = subprocess.Popen(
+        args, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )  # fmt: skip
+    assert process.stdout and process.stdout.read(10)
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.read(100)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM and os.listdir(tmp_path) == []
 
 
 def test_closed_streams_are_not_taken_for_files(cli: Cli, tmp_path: Path) -> None:
@@ -709,7 +741,10 @@ def test_a_failure_leaves_no_output(cli: Cli, tmp_path: Path) -> None:
     link.symlink_to("far")
     cli(*args, "--dump-logprobs", link, model=model, status=1)
     assert link.is_symlink() and not (folder / "far").exists()
+    out.chmod(0o640)
     assert cli(*args, "--dump-logits", link, "--stats-json", out, model=source) and (folder / "far").stat().st_size > 128
+    assert link.is_symlink() and out.stat().st_mode & 0o777 == 0o640 and json.loads(out.read_text())
+    assert sorted(os.listdir(folder)) == ["f", "far", "link"]
 
 
 def test_outputs_onto_standard_output(cli: Cli, tmp_path: Path) -> None:
@@ -921,13 +956,14 @@ def test_an_interrupt_in_a_prompt(cli: Cli, tmp_path: Path) -> None:
     before = saved.read_bytes()
     text.write_text(PROMPT * 600)
     args = ["--prompt-file", text, "--prefill-chunk", 1, "--session", saved, "--dump-logprobs", started]  # many passes
+    os.mkfifo(started)
     process = cli.start(cli.model, *args)
-    while not started.exists():  # the model is open, the prompt about to be read
-        assert process.poll() is None
+    reader = os.open(started, os.O_RDONLY)  # waits for the writer: the model is open, the prompt about to be read
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
+    os.close(reader)
     assert process.stdout and process.stderr and process.stdout.read() == process.stderr.read() == b""
-    assert saved.read_bytes() == before and not started.exists()
+    assert saved.read_bytes() == before
 
 
 class Terminal:

@@ -87,6 +87,7 @@ def test_version() -> None:
         (["generate", "--temp", "nan", "-p", "x"], "nan is not in the range"),
         (["generate", "--mtp-margin", "nan", "-p", "x"], "nan is not in the range"),
         (["bench", "--csv", "f", "--json", "f"], "more than one would write"),
+        (["bench", "--csv", "f", "--plot", "sub/../f"], "more than one would write"),
         (["generate", "--stop", "", "-p", "x"], "expected some text"),
         (["generate", "--threads", "257", "-p", "x"], "257 is not in the range"),
         (["generate", "--mtp-draft", "17", "-p", "x"], "17 is not in the range"),
@@ -223,6 +224,33 @@ def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads((tmp_path / "s.json").read_text())["generated_tokens"] == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_output(tmp_path: Path, number: signal.Signals) -> None:
+    """It ends the program as ever, once what was begun is removed; one that is ignored stays so."""
+    code = """
+import signal, sys, time
+from ds4.outputs import replacing
+if sys.argv[2:]:
+    signal.signal(int(sys.argv[2]), signal.SIG_IGN)
+with replacing(sys.argv[1]) as file:
+    file.write_text("half")
+    print("begun", flush=True)
+    time.sleep(0.5 if sys.argv[2:] else 60)
+"""
+    (tmp_path / "there").write_text("figures")
+    default = {n: signal.SIG_DFL for n in (signal.SIGTERM, signal.SIGHUP)}
+    for args, status, text in (["new"], -number, ""), (["there"], -number, "figures"), (["there", number], 0, "half"):
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, *(str(int(a)) if isinstance(a, int) else a for a in args)], stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(ROOT / "python")}, text=True,
+            preexec_fn=lambda: [signal.signal(n, handler) for n, handler in default.items()],
+        )  # fmt: skip
+        assert child.stdout and child.stdout.readline() == "begun\n" and len(os.listdir(tmp_path)) == 2
+        child.send_signal(number)
+        assert child.wait(60) == status and os.listdir(tmp_path) == ["there"]
+        assert text in ("", (tmp_path / "there").read_text())
 
 
 def test_a_failure_leaves_no_output(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from ds4 import names, registry
 from ds4.errors import Error
-from ds4.outputs import OutputFile, replacing, text_output
+from ds4.outputs import OutputFile, replacing, text_output, written_twice
 from ds4.sampling import MAX_DEPTH, SamplerConfig
 
 if TYPE_CHECKING:
@@ -844,10 +844,8 @@ def bench(
     """
     from ds4 import bench as b
 
-    outputs = [path.absolute() for path in (csv_file, json_file, plot) if path is not None]
-    for path in outputs:
-        if outputs.count(path) > 1 and not path.is_relative_to("/dev"):
-            raise click.UsageError(f"--csv, --json and --plot: more than one would write {path}")
+    if twice := written_twice(path for path in (csv_file, json_file, plot) if path is not None):
+        raise click.UsageError(f"--csv, --json and --plot: more than one would write {twice}")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException("--plot needs matplotlib: pip install 'ds4[plot]'")
     if earlier is not None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,8 +16,9 @@ import click
 
 
 def _is_device(path: Path) -> bool:
-    """What is written as it stands: whatever lies in /dev, and pipes."""
-    return path.is_relative_to("/dev") or (path.exists() and not path.is_file())
+    """What is written as it stands: devices, pipes, and descriptors by their names."""
+    special = path.is_relative_to("/proc") or (path.is_relative_to("/dev") and not path.is_relative_to("/dev/shm"))
+    return special or (path.exists() and not path.is_file())
 
 
 def _beside(path: Path) -> Path:
@@ -30,6 +33,33 @@ def _beside(path: Path) -> Path:
     return Path(name)
 
 
+class _Ended(BaseException):
+    """A signal that ends the program."""
+
+
+def _end(number: int, _frame: object) -> None:
+    raise _Ended(number)
+
+
+@contextlib.contextmanager
+def _ending_after() -> Iterator[None]:
+    """Signals that would end the program at once do so when the block has been left. Those that are ignored or heard stay so."""
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        heard = []
+    try:
+        for number in heard:
+            signal.signal(number, _end)
+        yield
+    except _Ended as e:
+        signal.signal(e.args[0], signal.SIG_DFL)
+        signal.raise_signal(e.args[0])
+        raise
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A file to be written, which takes the place of `path` when the block ends and is removed when it fails. A device is itself."""
@@ -38,12 +68,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield path
         return
     target = path.resolve()
-    file = _beside(target)
-    try:
-        yield file
-        file.replace(target)
-    finally:
-        file.unlink(missing_ok=True)
+    with _ending_after():
+        file = _beside(target)
+        try:
+            yield file
+            file.replace(target)
+        finally:
+            file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -54,6 +85,17 @@ def text_output(path: Path) -> Iterator[IO[str]]:
             yield f
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(path)) from e
+
+
+def written_twice(paths: Iterable[Path]) -> Path | None:
+    """The first that leads where one before it does. Devices may be named more than once."""
+    places = set()
+    for path in paths:
+        place = path.resolve()
+        if place in places and not _is_device(path):
+            return path
+        places.add(place)
+    return None
 
 
 def refusal(path: Path, models: bool = False) -> str | None:
@@ -88,4 +130,4 @@ class OutputFile(click.Path):
         return path
 
 
-__all__ = ["OutputFile", "refusal", "replacing", "text_output"]
+__all__ = ["OutputFile", "refusal", "replacing", "text_output", "written_twice"]
