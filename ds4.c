@@ -8862,6 +8862,7 @@ int ds4_session_load_mem(ds4_session *s, const void *buf, size_t n) {
 static int follow_links(const char *path, char *out) {
     char link[PATH_MAX];
     size_t n = strlen(path);
+    if (!n) return fail("the name of the file to write is empty");
     if (n >= PATH_MAX) return fail("%s: cannot write: %s", path, strerror(ENAMETOOLONG));
     memcpy(out, path, n + 1);
     for (int links = 0; links < 40; links++) {

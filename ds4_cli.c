@@ -380,6 +380,7 @@ typedef enum {
     SEED,                              /* uint64_t */
     NAME,                              /* int, the index of one of `names` */
     TEXT,                              /* const char * */
+    PATH,                              /* the same, not empty */
     LIST,                              /* Strings, each use adds one that is not empty */
 } Kind;
 
@@ -394,7 +395,7 @@ typedef struct {
 #define AT(member) offsetof(Options, member)
 
 static const Option options[] = {
-    {"--model", "-m", TEXT, AT(cfg.model_path), 0, 0, NULL},
+    {"--model", "-m", PATH, AT(cfg.model_path), 0, 0, NULL},
     {"--ctx", "-c", WHOLE, AT(cfg.ctx), 1, MAX_TOKENS, NULL},
     {"--threads", "-t", WHOLE, AT(cfg.threads), 1, 256, NULL},
     {"--kv-type", NULL, NAME, AT(kv_type), 0, 0, kv_type_names},
@@ -404,7 +405,7 @@ static const Option options[] = {
     {"--mlock", NULL, FLAG, AT(cfg.mlock), 0, 0, NULL},
     {"--backend", NULL, NAME, AT(backend), 0, 0, backend_names},
 
-    {"--mtp", NULL, TEXT, AT(cfg.mtp_path), 0, 0, NULL},
+    {"--mtp", NULL, PATH, AT(cfg.mtp_path), 0, 0, NULL},
     {"--glm-mtp", NULL, FLAG, AT(cfg.mtp_internal), 0, 0, NULL},
     {"--mtp-draft", NULL, DEPTH, AT(draft), 0, DS4_MAX_DRAFT, NULL},
     {"--draft-lookup", NULL, WHOLE, AT(cfg.draft_lookup), 0, 64, NULL},
@@ -413,15 +414,15 @@ static const Option options[] = {
     {"--mtp-sampling", NULL, NAME, AT(scheme), 0, 0, scheme_names},
 
     {"--prompt", "-p", TEXT, AT(prompt), 0, 0, NULL},
-    {"--prompt-file", NULL, TEXT, AT(prompt_file), 0, 0, NULL},
-    {"--prompt-ids", NULL, TEXT, AT(prompt_ids), 0, 0, NULL},
+    {"--prompt-file", NULL, PATH, AT(prompt_file), 0, 0, NULL},
+    {"--prompt-ids", NULL, PATH, AT(prompt_ids), 0, 0, NULL},
     {"--raw-prompt", NULL, FLAG, AT(raw_prompt), 0, 0, NULL},
     {"--rendered", NULL, FLAG, AT(rendered), 0, 0, NULL},
     {"--system", "-sys", TEXT, AT(system), 0, 0, NULL},
     {"--think", NULL, SET, AT(think), DS4_THINK_ON, 0, NULL},
     {"--think-max", NULL, SET, AT(think), DS4_THINK_MAX, 0, NULL},
     {"--nothink", NULL, SET, AT(think), DS4_THINK_OFF, 0, NULL},
-    {"--session", NULL, TEXT, AT(session), 0, 0, NULL},
+    {"--session", NULL, PATH, AT(session), 0, 0, NULL},
 
     {"--tokens", "-n", WHOLE, AT(tokens), -1, MAX_TOKENS, NULL},
     {"--temp", NULL, REAL, AT(cfg.gen.temperature), 0, 100, NULL},
@@ -437,17 +438,17 @@ static const Option options[] = {
 
     {"--print-ids", NULL, FLAG, AT(print_ids), 0, 0, NULL},
     {"--stats", NULL, FLAG, AT(stats), 0, 0, NULL},
-    {"--stats-json", NULL, TEXT, AT(stats_json), 0, 0, NULL},
-    {"--dump-logprobs", NULL, TEXT, AT(logprobs), 0, 0, NULL},
-    {"--dump-logits", NULL, TEXT, AT(logits), 0, 0, NULL},
-    {"--dump-head-logits", NULL, TEXT, AT(head_logits), 0, 0, NULL},
+    {"--stats-json", NULL, PATH, AT(stats_json), 0, 0, NULL},
+    {"--dump-logprobs", NULL, PATH, AT(logprobs), 0, 0, NULL},
+    {"--dump-logits", NULL, PATH, AT(logits), 0, 0, NULL},
+    {"--dump-head-logits", NULL, PATH, AT(head_logits), 0, 0, NULL},
     {"--dump-tokens", NULL, FLAG, AT(dump_tokens), 0, 0, NULL},
-    {"--perplexity-file", NULL, TEXT, AT(perplexity), 0, 0, NULL},
+    {"--perplexity-file", NULL, PATH, AT(perplexity), 0, 0, NULL},
     {"--bench", NULL, FLAG, AT(bench), 0, 0, NULL},
     {"--bench-ctx", NULL, TEXT, AT(bench_ctx), 0, 0, NULL},
     {"--bench-runs", NULL, WHOLE, AT(bench_runs), 1, 99, NULL},
-    {"--csv", NULL, TEXT, AT(csv), 0, 0, NULL},
-    {"--json", NULL, TEXT, AT(json), 0, 0, NULL},
+    {"--csv", NULL, PATH, AT(csv), 0, 0, NULL},
+    {"--json", NULL, PATH, AT(json), 0, 0, NULL},
     {"--inspect", NULL, FLAG, AT(inspect), 0, 0, NULL},
     {"--inspect-tensors", NULL, FLAG, AT(inspect_tensors), 0, 0, NULL},
     {"--quiet", "-q", FLAG, AT(quiet), 0, 0, NULL},
@@ -483,6 +484,7 @@ static const char *expected(const Option *o) {
                                                        : " or ",
                                      o->names[i]);
         break;
+    case PATH: return "the name of a file";
     default: return "some text";
     }
     return text;
@@ -539,6 +541,7 @@ static bool set_option(Options *opt, const Option *o, const char *value) {
     case SEED: return parse_seed(value, at);
     case NAME: return parse_name(value, o->names, at);
     case TEXT: *(const char **)at = value; return true;
+    case PATH: *(const char **)at = value; return *value != 0;
     case LIST:
         if (!*value) return false;
         strings_add(at, value);

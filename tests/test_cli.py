@@ -162,6 +162,8 @@ def plain(cli: Cli) -> bytes:
         (["--isa", "mmx"], ["--isa", "auto"]),
         (["--backend", "metal"], ["--backend", "metal", "cpu"]),
         (["--stop", ""], ["--stop"]),
+        (["-m", "", "-p", "a"], ["-m", "name of a file"]),
+        (["--stats-json=", "-p", "a"], ["--stats-json", "name of a file"]),
         (["--stats=yes"], ["--stats", "no value"]),
         (["--mtp", "a", "--glm-mtp"], ["--mtp", "--glm-mtp"]),
         (["-p", "a", "--prompt-file", "b"], ["-p", "--prompt-file"]),

@@ -331,6 +331,7 @@ FAILURES: list[tuple[type[BaseException], str, Callable[[Engine], object]]] = [
     (ds4.InvalidArgument, "draft is 2, but no", lambda e: Engine(PAIR[0]).generate("a", speculative_depth=2)),
     (ds4.SnapshotError, "not a snapshot", lambda e: Session(e).restore(b"x" * 100)),
     (ds4.SnapshotError, "/nowhere/s: cannot", lambda e: Session(e).save("/nowhere/s")),
+    (ds4.SnapshotError, "name of the file to write is empty", lambda e: Session(e).save("")),
     (ds4.SnapshotError, "cannot open", lambda e: Session(e).load("/nowhere/s")),
     (TypeError, "sequence of integers, not float64", lambda e: Session(e).eval([1.5])),
     (TypeError, r"of shape \(1, 2\)", lambda e: Session(e).eval(np.zeros((1, 2), np.int32))),
