@@ -416,11 +416,67 @@ static void pool_run(pool *p, int64_t n, int64_t ns, job_fn fn, void *ctx) {
     pool_finish(p, chunks);
 }
 
-/* The processors this process may run on. */
+#if defined(__linux__)
+/* The beginning of a small file as text; false if it cannot be read. */
+static bool read_text(const char *dir, const char *name, char *text, size_t n) {
+    char path[PATH_MAX + 32];
+    snprintf(path, sizeof path, "%s%s", dir, name);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t got = fd < 0 ? -1 : read(fd, text, n - 1);
+    if (fd >= 0) close(fd);
+    text[got > 0 ? got : 0] = 0;
+    return got > 0;
+}
+
+/* The processors' time that a control group has, in processors; its parents', up to `root`, if they have less. INFINITY: no limit. */
+static double group_quota(const char *root, const char *group) {
+    char dir[PATH_MAX], text[64];
+    double least = INFINITY, quota, period;
+    if ((size_t)snprintf(dir, sizeof dir, "%s%s", root, group) >= sizeof dir) return INFINITY;
+    for (char *end = dir + strlen(dir); end; end = strrchr(dir + strlen(root), '/')) {
+        *end = 0;
+        bool limited = read_text(dir, "/cpu.max", text, sizeof text) && sscanf(text, "%lf %lf", &quota, &period) == 2;
+        if (!limited && read_text(dir, "/cpu.cfs_quota_us", text, sizeof text) && sscanf(text, "%lf", &quota) == 1)
+            limited = read_text(dir, "/cpu.cfs_period_us", text, sizeof text) && sscanf(text, "%lf", &period) == 1;
+        if (limited && quota > 0 && period > 0 && quota / period < least) least = quota / period;
+    }
+    return least;
+}
+
+/* Whether "cpu" is among names with commas between them. */
+static bool lists_cpu(const char *names) {
+    for (const char *at = names; (at = strstr(at, "cpu")); at += 3)
+        if ((at == names || at[-1] == ',') && (!at[3] || at[3] == ',')) return true;
+    return false;
+}
+
+/* What the process's control groups leave it, of version 2 ("0::/path") and 1 ("4:cpu,cpuacct:/path"): `groups` lists them, and they
+ * are files below `root`. In a container, where the path may be of the outside, the limit is found at the root. */
+static double cpu_quota(const char *groups, const char *root) {
+    char text[8192], dir[PATH_MAX];
+    double least = INFINITY;
+    if (!read_text(groups, "", text, sizeof text)) return least;
+    for (char *line = text, *rest = NULL; (line = strtok_r(line, "\n", &rest)); line = NULL) {
+        char *names = strchr(line, ':'), *group = names ? strchr(names + 1, ':') : NULL;
+        if (!group) continue;
+        *group++ = 0;
+        if (*++names && !lists_cpu(names)) continue;
+        snprintf(dir, sizeof dir, "%s%s", root, *names ? "/cpu" : "");
+        double quota = group_quota(dir, group);
+        if (quota < least) least = quota;
+    }
+    return least;
+}
+#endif
+
+/* The processors this process may run on, by its affinity and by what its control groups leave it: threads beyond that would spin
+ * away the time of those that work. */
 static int cpu_count(void) {
 #if defined(__linux__)
     cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return max_int(1, min_int(CPU_COUNT(&set), MAX_THREADS));
+    double quota = cpu_quota("/proc/self/cgroup", "/sys/fs/cgroup");
+    int most = quota < MAX_THREADS ? max_int(1, (int)quota) : MAX_THREADS;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return max_int(1, min_int(CPU_COUNT(&set), most));
 #endif
     long n = sysconf(_SC_NPROCESSORS_ONLN);
     return n < 1 ? 1 : n > MAX_THREADS ? MAX_THREADS : (int)n;

@@ -92,7 +92,7 @@ typedef struct {
     int mtp_shortlist;                 /* the head drafts the vocabulary's first so many ids and those of the text; 0: any (32768) */
     ds4_gen gen;                       /* how sessions choose tokens until ds4_session_set_gen (greedy) */
     int ctx;                           /* most tokens of a session; 0: min(the model's context, 32768) */
-    int threads;                       /* 0: the processors this process may use */
+    int threads;                       /* 0: the processors this process may use, by its affinity and its container's quota */
     ds4_kv_type kv_type;               /* rows of the attention caches (f16) */
     int prefill_chunk;                 /* most rows of one pass, 1 to 4096 (256) */
     int max_rewind;                    /* how many tokens a session can go back; at most ctx counts (64) */

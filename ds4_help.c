@@ -15,7 +15,7 @@ const char *const ds4_help_cli[] = {
 "  -m, --model FILE       target GGUF; any part of a split file will do\n"
 "                         ($DS4_MODEL, else ./ds4flash.gguf, else the small model that comes with ds4, without its head)\n"
 "  -c, --ctx N            most tokens of a session, 1 to 16777216 (the model's own context, at most 32768)\n"
-"  -t, --threads N        threads, 1 to 256 (the processors this process may use)\n"
+"  -t, --threads N        threads, 1 to 256 (the processors this process may use, by its affinity and its container's quota)\n"
 "      --kv-type TYPE     rows of the attention caches: f32, f16 or fp8 (f16)\n"
 "      --prefill-chunk N  most tokens of one pass over a prompt, 1 to 4096 (256); any value gives the same bits\n"
 "      --max-rewind N     tokens a session can go back, 0 to 16777216 (64); costs memory. A chat that goes back further, past\n"

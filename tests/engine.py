@@ -45,6 +45,7 @@ ffi.cdef(
     void hook_lookup_add(hook_lookup *l, const int *tokens, int n);
     void hook_lookup_drop(hook_lookup *l, int n);
     int hook_lookup_find(const hook_lookup *l, const int *tokens, int last, int k, int *out);
+    double hook_cpu_quota(const char *groups, const char *root);
     """
 )
 FAULTS = os.environ.get("DS4_TEST_FAULTS") == "1"

@@ -208,3 +208,8 @@ int hook_law(const float *z, int V, const ds4_gen *gen, const int *text, int n, 
     hook_chain_free(c);
     return result;
 }
+
+/* ---- how many threads an engine takes when it is not told ---- */
+
+double hook_cpu_quota(const char *groups, const char *root);
+double hook_cpu_quota(const char *groups, const char *root) { return cpu_quota(groups, root); }

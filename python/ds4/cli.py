@@ -161,7 +161,7 @@ MODEL = [
     click.option("--glm-mtp", is_flag=True, help="Use the head inside the target's own file, and no other."),
     click.option("--no-mtp", is_flag=True, help="Use no head."),
     click.option("-c", "--ctx", type=click.IntRange(1, MAX_TOKENS), help="Most tokens of a session. [default: the model's, at most 32768]"),
-    click.option("-t", "--threads", type=click.IntRange(1, 256), help="[default: the processors this process may use]"),
+    click.option("-t", "--threads", type=click.IntRange(1, 256), help="[default: the processors this process may use, by its affinity and its container's quota]"),
     click.option("--kv-type", type=click.Choice(["f32", "f16", "fp8"]), default="f16", show_default=True, help="Rows of the attention caches."),
     click.option("--prefill-chunk", type=click.IntRange(1, 4096), default=256, show_default=True, help="Most tokens of one pass."),
     click.option("--max-rewind", type=click.IntRange(0, MAX_TOKENS), help="Tokens a session can go back. [default: 64, or what it takes]"),

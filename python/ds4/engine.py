@@ -240,7 +240,7 @@ class Engine:
         margin: lead in logits that a draft needs to be taken from the batch, 0 to 1000; None: 0 with "auto", 3 with a fixed
             depth. Changes the speed, never the text.
         ctx: most tokens of a session; None: the model's context, at most 32768.
-        threads: None: the processors this process may use.
+        threads: None: the processors this process may use, by its affinity and its container's quota.
         kv_type: rows of the attention caches, "f32", "f16" or "fp8".
         prefill_chunk: most rows of one pass, 1 to 4096. A call is interrupted between passes.
         max_rewind: how many tokens a session can go back.
