@@ -2023,10 +2023,12 @@ INLINE_256 __m256i block_sums_256(uint32_t type, __m256i u, const int8_t *a) {
     return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(u), _mm256_sign_epi8(v, u)), _mm256_set1_epi16(1));
 }
 
+enum { FEW_256 = 7 }; /* most rows of activations that rows of weights are read from end to end for */
+
 /* Eight blocks of weights against J rows of activations in natural order, q and ldq bytes on; the integer of block b in lane b. Two
  * blocks' sums are joined at once, so that few have to be kept. */
 INLINE_256 void eight_dots_256(uint32_t type, const int J, const uint8_t *w, const int8_t *q, int64_t ldq, __m256i *dot) {
-    __m256i pair[4], quad[4][2];
+    __m256i pair[FEW_256], quad[FEW_256][2];
     UNROLL for (int p = 0; p < 4; p++) {
         __m256i u = block_256(type, w + 2 * p * q32_bytes(type)), v = block_256(type, w + (2 * p + 1) * q32_bytes(type));
         IN_ORDER(u);
@@ -2043,11 +2045,11 @@ INLINE_256 void eight_dots_256(uint32_t type, const int J, const uint8_t *w, con
                                                                  _mm256_permute2x128_si256(quad[j][0], quad[j][1], 0x31));
 }
 
-/* Few rows of activations, J of them from row j0 on, of n values in natural order: rows of weights are read from end to end, and
- * nothing of them is put in another order. Groups of 8 blocks are the lower and the upper lanes in turn; n is a multiple of 256. */
+/* J rows of activations of n values in natural order: rows of weights are read from end to end, and nothing of them is put in another
+ * order. Groups of 8 blocks are the lower and the upper lanes in turn; n is a multiple of 256. */
 INLINE_256 void q32_rows_in_order_256(uint32_t type, const int J, int64_t n, const uint8_t *w, const int8_t *q,
-                                      const tile_acts *x, int j0, float *out, size_t ldo) {
-    __m256 acc[4][2];
+                                      const tile_acts *x, float *out, size_t ldo) {
+    __m256 acc[FEW_256][2];
     UNROLL for (int j = 0; j < J; j++) acc[j][0] = acc[j][1] = _mm256_setzero_ps();
     for (int64_t b = 0; b < n / 32; b += LANES) UNROLL for (int h = 0; h < 2; h++) {
             const int64_t at = b + 8 * h;
@@ -2055,22 +2057,19 @@ INLINE_256 void q32_rows_in_order_256(uint32_t type, const int J, int64_t n, con
             if (at == n / 32) break;
             fetch_ahead(from, 8 * q32_bytes(type));
             const __m256 scale = group_scales_256(type, from);
-            __m256i dot[4];
+            __m256i dot[FEW_256];
             eight_dots_256(type, J, from, q + 32 * at, n, dot);
             UNROLL for (int j = 0; j < J; j++) {
-                if (type != T_Q8_0) dot[j] = _mm256_add_epi32(dot[j], excess_256(type, x->sum[j0 + j] + 2 * at));
-                acc[j][h] = add_lanes_256(dot[j], scale, x->d[j0 + j] + at, acc[j][h]);
+                if (type != T_Q8_0) dot[j] = _mm256_add_epi32(dot[j], excess_256(type, x->sum[j] + 2 * at));
+                acc[j][h] = add_lanes_256(dot[j], scale, x->d[j] + at, acc[j][h]);
             }
         }
-    UNROLL for (int j = 0; j < J; j++) out[(size_t)(j0 + j) * ldo] = join_256((floats256){acc[j][0], acc[j][1]});
+    UNROLL for (int j = 0; j < J; j++) out[(size_t)j * ldo] = join_256((floats256){acc[j][0], acc[j][1]});
 }
 
-INLINE_256 void q32_few_256(uint32_t type, int J, int64_t n, const uint8_t *w, const int8_t *q, const tile_acts *x, int j,
-                            float *out, size_t ldo) {
-    if (J == 1) q32_rows_in_order_256(type, 1, n, w, q, x, j, out, ldo);
-    else if (J == 2) q32_rows_in_order_256(type, 2, n, w, q, x, j, out, ldo);
-    else if (J == 3) q32_rows_in_order_256(type, 3, n, w, q, x, j, out, ldo);
-    else q32_rows_in_order_256(type, 4, n, w, q, x, j, out, ldo);
+INLINE_256 void q32_few_256(uint32_t type, const int J, int64_t n, const uint8_t *w, size_t w_stride, int n_out,
+                            const int8_t *q, const tile_acts *x, float *out, size_t ldo) {
+    for (int o = 0; o < n_out; o++) q32_rows_in_order_256(type, J, n, w + (size_t)o * w_stride, q, x, out + o, ldo);
 }
 
 /* Eight vectors of eight words, their rows for columns. */
@@ -2358,8 +2357,6 @@ INLINE_256 void add_blocks_256(uint32_t type, const uint8_t *b, const __m256i *d
     _mm_store_ps(lane, s);
 }
 
-enum { FEW_256 = 5 }; /* most rows of activations that rows of weights are read from end to end for */
-
 /* Block b of J rows of activations against the weights at w: the i-th of four whose sums are joined later. */
 INLINE_256 void few_dots_256(uint32_t type, const int J, const uint8_t *w, const tile_acts *x, int64_t b, int i,
                              __m256i (*dot)[4], __m256i (*min)[4]) {
@@ -2589,15 +2586,21 @@ INLINE_256 void panel_tile_256(uint32_t type, TILE_ARGS) {
 
 INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
     enum { MOST = 32768 };
-    const int few = type == T_Q8_0 ? 7 : 4; /* the others, of half the bytes, wait less for memory */
-    if (m > few || m * n > MOST || n % 256) {
+    if (m > FEW_256 || m * n > MOST || n % 256) {
         panel_tile_256(type, n, w, w_stride, n_out, x, m, out, ldo);
         return;
     }
-    int8_t q[MOST];
+    _Alignas(ALIGN) int8_t q[MOST];
     for (int j = 0; j < m; j++) natural_order_256(n, x->q[j], q + j * n);
-    for (int o = 0; o < n_out; o++, w += w_stride)
-        for (int j = 0; j < m; j += 4) q32_few_256(type, m - j < 4 ? m - j : 4, n, w, q + j * n, x, j, out + o, ldo);
+    switch (m) { /* so that what is kept for each row stays in registers */
+    case 1: q32_few_256(type, 1, n, w, w_stride, n_out, q, x, out, ldo); break;
+    case 2: q32_few_256(type, 2, n, w, w_stride, n_out, q, x, out, ldo); break;
+    case 3: q32_few_256(type, 3, n, w, w_stride, n_out, q, x, out, ldo); break;
+    case 4: q32_few_256(type, 4, n, w, w_stride, n_out, q, x, out, ldo); break;
+    case 5: q32_few_256(type, 5, n, w, w_stride, n_out, q, x, out, ldo); break;
+    case 6: q32_few_256(type, 6, n, w, w_stride, n_out, q, x, out, ldo); break;
+    default: q32_few_256(type, FEW_256, n, w, w_stride, n_out, q, x, out, ldo); break;
+    }
 }
 
 INLINE_256 void q256_few_256(uint32_t type, const int J, int64_t n, const uint8_t *w, size_t w_stride, int n_out,
@@ -2606,12 +2609,19 @@ INLINE_256 void q256_few_256(uint32_t type, const int J, int64_t n, const uint8_
 }
 
 INLINE_256 void q256_tile_256(uint32_t type, TILE_ARGS) {
-    if (m > FEW_256 || n % 1024) panel_tile_256(type, n, w, w_stride, n_out, x, m, out, ldo);
-    else if (m == 1) q256_few_256(type, 1, n, w, w_stride, n_out, x, out, ldo);
-    else if (m == 2) q256_few_256(type, 2, n, w, w_stride, n_out, x, out, ldo);
-    else if (m == 3) q256_few_256(type, 3, n, w, w_stride, n_out, x, out, ldo);
-    else if (m == 4) q256_few_256(type, 4, n, w, w_stride, n_out, x, out, ldo);
-    else q256_few_256(type, 5, n, w, w_stride, n_out, x, out, ldo);
+    if (m > FEW_256 || n % 1024) {
+        panel_tile_256(type, n, w, w_stride, n_out, x, m, out, ldo);
+        return;
+    }
+    switch (m) {
+    case 1: q256_few_256(type, 1, n, w, w_stride, n_out, x, out, ldo); break;
+    case 2: q256_few_256(type, 2, n, w, w_stride, n_out, x, out, ldo); break;
+    case 3: q256_few_256(type, 3, n, w, w_stride, n_out, x, out, ldo); break;
+    case 4: q256_few_256(type, 4, n, w, w_stride, n_out, x, out, ldo); break;
+    case 5: q256_few_256(type, 5, n, w, w_stride, n_out, x, out, ldo); break;
+    case 6: q256_few_256(type, 6, n, w, w_stride, n_out, x, out, ldo); break;
+    default: q256_few_256(type, FEW_256, n, w, w_stride, n_out, x, out, ldo); break;
+    }
 }
 
 TILE_SET(avx2, TARGET_AVX2, float_tile_256, q32_tile_256, q256_tile_256)
