@@ -25,9 +25,8 @@ def test_pages_are_found() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block of text behind one of Python is its output. target.gguf and head.gguf are the bundled pair."""
-    (tmp_path / "target.gguf").symlink_to(ROOT / "models/small.gguf")
-    (tmp_path / "head.gguf").symlink_to(ROOT / "models/small-mtp.gguf")
+    """A block of text behind one of Python is its output. The folder has what the repository's has: the bundled pair."""
+    (tmp_path / "models").symlink_to(ROOT / "models")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS4_MODEL", str(ROOT / "models/small.gguf"))
     monkeypatch.setattr(registry, "_drafts", dict(registry._drafts))  # what a page registers is its own
