@@ -8501,7 +8501,7 @@ int ds4_session_head_logits(ds4_session *s, int from, int to, float *out) {
     ds4_engine *e = s->engine;
     if (!e->model->has_head) return fail("no MTP head is loaded");
     if (from < 0 || from > to || to > s->position - 1)
-        return fail("head rows %d to %d: expected rows below %d, whose next token is known", from, to, s->position - 1);
+        return fail("head rows %d to %d: expected rows below %d, whose next token is known", from, to, max_int(0, s->position - 1));
     int oldest = max_int(s->written - s->stream_ring, s->streams_from);
     int first = oldest > 0 ? oldest + s->stream_need - 1 : 0;
     if (from < first) return fail("head rows from %d: rows from %d on can still be made", from, first);

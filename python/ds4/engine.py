@@ -221,7 +221,10 @@ def c_text(text: str | bytes, what: str) -> bytes:
 
 
 def _c_path(path: Path, what: str) -> bytes:
-    return c_text(os.fsencode(path), what)
+    try:
+        return c_text(os.fsencode(path), what)
+    except UnicodeEncodeError as e:
+        raise errors.InvalidArgument(f"{what}: {e.object[e.start]!r} at {e.start} is no character") from None
 
 
 def _int_array(ids: npt.NDArray[np.int32]) -> Any:
@@ -621,7 +624,7 @@ class Session:
     def eval_logits(self, tokens: Tokens) -> npt.NDArray[np.float32]:
         """The same, and the logits after every token: float32 [n, V]."""
         ids = _ids(tokens)
-        out = np.empty((len(ids), self.engine.info.vocab), np.float32)
+        out = np.empty((min(len(ids), self.ctx), self.engine.info.vocab), np.float32)  # more than ctx are refused
         check(self._handle.call(lib.ds4_session_eval_logits, _int_array(ids), len(ids), ffi.from_buffer("float[]", out)))
         return out
 
@@ -631,7 +634,8 @@ class Session:
         Row q comes from the target's streams at q and the token at q + 1: its guess at the token at q + 2. Raises
         InvalidArgument without a head, for rows whose next token is not known, and for rows too far back.
         """
-        out = np.empty((max(stop - start, 0), self.engine.info.vocab), np.float32)
+        rows = max(0, min(stop, self.ctx) - max(start, 0))  # others are refused
+        out = np.empty((rows, self.engine.info.vocab), np.float32)
         check(self._handle.call(lib.ds4_session_head_logits, start, stop, ffi.from_buffer("float[]", out)))
         return out
 
