@@ -2235,24 +2235,19 @@ INLINE_256 void iq2_runs_256(const uint8_t *b, __m256i signs[2], __m256i scale[2
         _mm256_shuffle_epi8(top, _mm256_broadcastsi128_si256(_mm_add_epi8(to, _mm_set1_epi8((char)(8 * h)))));
 }
 
-/* The code words of half h, each run's four in a word. */
-ALWAYS_INLINE void iq2_codes(const uint8_t *b, int h, uint32_t code[4]) {
-    for (int r = 0; r < 4; r++) code[r] = load_u32(b + 2 + 32 * h + 8 * r);
-}
-
 /* Two code words' magnitudes. */
 INLINE_256 __m128i iq2_pair_256(uint8_t first, uint8_t second) {
     const __m128i v = _mm_loadl_epi64((const void *)&iq2_grid[first]);
     return _mm_castpd_si128(_mm_loadh_pd(_mm_castsi128_pd(v), (const void *)&iq2_grid[second]));
 }
 
-/* Part c of a half: magnitudes, and bytes of their signs, none of them 0: a weight's bit of the signs, and what makes it 128. */
-INLINE_256 void iq2_part_256(const uint32_t code[4], int c, __m256i signs, __m256i *w, __m256i *sign) {
+/* Part c of a half whose runs begin at b: magnitudes, and bytes of their signs, none of them 0: a weight's bit of the signs, and
+ * what makes it 128. Of two code words one is a load and one a shift, so that neither have to wait. */
+INLINE_256 void iq2_part_256(const uint8_t *b, int c, __m256i signs, __m256i *w, __m256i *sign) {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u), rest = _mm256_set1_epi64x(0x01406070787c7e7f);
     const __m256i word = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808); /* of each 128 bits, for part 0 */
     __m128i v[2];
-    UNROLL for (int i = 0; i < 2; i++) v[i] =
-        iq2_pair_256((uint8_t)(code[2 * i] >> 8 * c), (uint8_t)(code[2 * i + 1] >> 8 * c));
+    UNROLL for (int i = 0; i < 2; i++) v[i] = iq2_pair_256(b[16 * i + c], (uint8_t)(load_u32(b + 16 * i + 8) >> 8 * c));
     *w = _mm256_inserti128_si256(_mm256_castsi128_si256(v[0]), v[1], 1);
     const __m256i s = _mm256_shuffle_epi8(signs, _mm256_add_epi8(word, _mm256_set1_epi8((char)c)));
     *sign = _mm256_add_epi8(_mm256_and_si256(s, bit), rest);
@@ -2260,11 +2255,9 @@ INLINE_256 void iq2_part_256(const uint32_t code[4], int c, __m256i signs, __m25
 
 INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock256 *u) {
     __m256i signs[2], scale[2];
-    uint32_t code[4];
     iq2_runs_256(b, signs, scale);
     UNROLL for (int h = 0; h < 2; h++) {
-        iq2_codes(b, h, code);
-        UNROLL for (int c = 0; c < 4; c++) iq2_part_256(code, c, signs[h], &u->w[c][h], &u->sign[c][h]);
+        UNROLL for (int c = 0; c < 4; c++) iq2_part_256(b + 2 + 32 * h, c, signs[h], &u->w[c][h], &u->sign[c][h]);
         u->scale[h][0] = u->scale[h][1] = scale[h];
     }
 }
@@ -2272,14 +2265,12 @@ INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock256 *u) {
 /* A block of IQ2_XXS against one row, part by part as it is unpacked. */
 INLINE_256 __m256i iq2_dot_256(const uint8_t *b, const int8_t *q) {
     __m256i signs[2], scale[2], dot = _mm256_setzero_si256();
-    uint32_t code[4];
     iq2_runs_256(b, signs, scale);
     UNROLL for (int h = 0; h < 2; h++) {
         __m256i p[4];
-        iq2_codes(b, h, code);
         UNROLL for (int c = 0; c < 4; c++) {
             __m256i w, sign;
-            iq2_part_256(code, c, signs[h], &w, &sign);
+            iq2_part_256(b + 2 + 32 * h, c, signs[h], &w, &sign);
             p[c] = _mm256_maddubs_epi16(w, _mm256_sign_epi8(_mm256_loadu_si256((const void *)(q + 64 * c + 32 * h)), sign));
         }
         dot = _mm256_add_epi32(dot, _mm256_madd_epi16(_mm256_add_epi16(p[0], p[1]), scale[h]));
@@ -8501,7 +8492,8 @@ int ds4_session_head_logits(ds4_session *s, int from, int to, float *out) {
     ds4_engine *e = s->engine;
     if (!e->model->has_head) return fail("no MTP head is loaded");
     if (from < 0 || from > to || to > s->position - 1)
-        return fail("head rows %d to %d: expected rows below %d, whose next token is known", from, to, max_int(0, s->position - 1));
+        return fail("head rows %d to %d: expected rows below %d, whose next token is known", from, to,
+                    max_int(0, s->position - 1));
     int oldest = max_int(s->written - s->stream_ring, s->streams_from);
     int first = oldest > 0 ? oldest + s->stream_need - 1 : 0;
     if (from < first) return fail("head rows from %d: rows from %d on can still be made", from, first);
