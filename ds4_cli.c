@@ -1854,10 +1854,10 @@ static void bench_plan(Bench *b, const Ids *prompt) {
     if (!prompt->len) fail("the prompt is empty");
     b->prompt = (int)prompt->len;
     for (int i = 0; i < n; i++) {
-        if (list[i] > ctx - behind && (opt->bench_ctx || i == 0))
-            fail("--bench-ctx %d: %d tokens are generated from there, the context holds %d (see --ctx)", list[i], behind, ctx);
-        if (list[i] > ctx - behind) continue;
         int held = list[i] ? list[i] : 1;
+        if (held > ctx - behind && (opt->bench_ctx || i == 0))
+            fail("--bench-ctx %d: %d tokens are generated from there, the context holds %d (see --ctx)", held, behind, ctx);
+        if (held > ctx - behind) continue;
         b->frontiers[i] = (Frontier){.context = held, .prompt = held - (i ? b->frontiers[i - 1].context : 0)};
         b->n_frontiers = i + 1;
     }

@@ -182,6 +182,7 @@ def test_misuse(ds4: Path, args: list[str], words: list[str]) -> None:
 def test_what_does_not_fit(ds4: Path, small: list[str], tmp_path: Path) -> None:
     for args, word in (
         (["--bench-ctx", "0,90", "-c", 100], "90"),
+        (["--bench-ctx", "0", "-c", "17", "-n", "2"], "17 tokens are generated from there"),
         (["-p", "word " * 90, "-c", 100, "--bench-ctx", "0"], "prompt"),
     ):
         done = run(ds4, *small, "--bench", *args, status=1)

@@ -115,12 +115,12 @@ def measure(
         raise InvalidArgument(f"tokens is {tokens} and runs {runs}; expected at least 1")
     if info.max_rewind < behind:
         raise InvalidArgument(f"max_rewind is {info.max_rewind}; {behind} tokens are generated and taken back")
-    fitting = [c for c in CONTEXTS if c <= info.ctx - behind] if contexts is None else list(contexts)
+    fitting = [c for c in CONTEXTS if max(c, 1) <= info.ctx - behind] if contexts is None else list(contexts)
     for a, b in zip(fitting, fitting[1:], strict=False):
         if a >= b:
             raise InvalidArgument(f"contexts are {fitting}; expected ascending numbers")
     drafts = info.has_head or lookup > 0
-    longest = max(*fitting, 0, len(prompt) if drafts else 0)
+    longest = max(*fitting, 1, len(prompt) if drafts else 0)
     if not fitting or longest > info.ctx - behind:
         raise ContextFull(f"{behind} tokens behind {longest} do not fit a context of {info.ctx}")
     held = [max(c, 1) for c in fitting]

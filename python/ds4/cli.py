@@ -314,7 +314,7 @@ def opened(o: dict[str, Any], bar: Bar | None = None, **more: Any) -> Iterator[M
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         model = Model.from_pretrained(
-            o["model"] or default_model(),
+            default_model() if o["model"] is None else o["model"],
             mtp=False if o["no_mtp"] or o["glm_mtp"] else o["mtp"],
             progress=bar,
             **settings,

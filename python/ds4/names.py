@@ -133,7 +133,7 @@ def find(name: str | os.PathLike[str]) -> tuple[Entry, str | None]:
     path = Path(name)
     if path.is_file():
         return Entry(path), None
-    if path.exists() or path.suffix or len(path.parts) > 1 or not isinstance(name, str):
+    if (name and path.exists()) or path.suffix or len(path.parts) > 1 or not isinstance(name, str):
         raise LoadError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
     raise LoadError(f"no model {name!r}: neither a file nor one of {', '.join(names())}")
 

@@ -124,6 +124,8 @@ class OutputFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path, or click's error that says why not."""
+        if not value:
+            self.fail("expected the name of a file", param, ctx)
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if reason := refusal(path, self.models):
             self.fail(f"{path}: {reason}", param, ctx)
