@@ -1779,7 +1779,7 @@ TILE_SET(scalar, , float_tile, block_tile, block_tile)
 #define TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define INLINE_256 ALWAYS_INLINE TARGET_AVX2
 
-enum { ROWS_256 = 32 }; /* of activations in a tile, at most */
+enum { OUTPUTS_256 = 32, ROWS_256 = 64 }; /* rows of weights and of activations in a tile of a product of many */
 
 /* 16 lanes as two vectors of 8. */
 typedef struct {
@@ -3614,14 +3614,14 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
      swiglu_##of,    sigmoid_##of,  router_score_##of, f16_load_##of,   f16_store_##of, fp8_load_##of,     \
      fp8_store_##of, argmax_##of,   all_finite_##of}
 
-/* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them; `most`: rows of activations
- * in a tile of 256-value types, whose unpacking is dear. */
-#define KERNEL_SET(isa, attr, most, quantise_32, load_f16, store_f16, mix)                                                     \
+/* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them; few, most: rows of weights
+ * and of activations in a tile of quantised types, whose unpacking is dear. */
+#define KERNEL_SET(isa, attr, few, most, quantise_32, load_f16, store_f16, mix)                                                \
     attr static void mat_##isa(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,          \
                                const int32_t *rows, int m, float *out, size_t ldo) {                                           \
         const int block = type_find(type)->block;                                                                              \
-        mat_tiles(tile_for(&tiles_##isa, type), 8, block == 1 ? 16 : most, block, n, w, w_stride, n_out, x, rows, m, out,      \
-                  ldo);                                                                                                        \
+        mat_tiles(tile_for(&tiles_##isa, type), block == 1 ? 8 : few, block == 1 ? 16 : most, block, n, w, w_stride, n_out, x, \
+                  rows, m, out, ldo);                                                                                          \
     }                                                                                                                          \
     attr static void quantise_##isa(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum) {             \
         if (kind == ACT_Q32) quantise_32(n, x, q, d, sum);                                                                     \
@@ -3660,10 +3660,10 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
     attr static bool all_finite_##isa(int64_t n, const float *x) { return all_finite_body(n, x); }                             \
     static const kernels kernels_##isa = KERNEL_TABLE(isa, isa);
 
-KERNEL_SET(scalar, , 16, quantise_32_body, f16_load_body, f16_store_body, mix_body)
+KERNEL_SET(scalar, , 8, 16, quantise_32_body, f16_load_body, f16_store_body, mix_body)
 #ifdef KERNELS_X86
-KERNEL_SET(avx2, TARGET_AVX2, ROWS_256, quantise_32_256, load_f16_256, store_f16_256, mix_256)
-KERNEL_SET(avx512, TARGET_AVX512, 16, quantise_32_256, load_f16_256, store_f16_256, mix_512)
+KERNEL_SET(avx2, TARGET_AVX2, OUTPUTS_256, ROWS_256, quantise_32_256, load_f16_256, store_f16_256, mix_256)
+KERNEL_SET(avx512, TARGET_AVX512, 8, 16, quantise_32_256, load_f16_256, store_f16_256, mix_512)
 
 static void mat_amx(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x, const int32_t *rows,
                     int m, float *out, size_t ldo) {
@@ -3673,7 +3673,7 @@ static void mat_amx(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride,
 }
 static const kernels kernels_amx = KERNEL_TABLE(amx, avx512);
 #elif defined(KERNELS_ARM)
-KERNEL_SET(neon, TARGET_NEON, 16, quantise_32_body, load_f16_neon, store_f16_neon, mix_body)
+KERNEL_SET(neon, TARGET_NEON, 8, 16, quantise_32_body, load_f16_neon, store_f16_neon, mix_body)
 #endif
 
 /* ---- 4.12 The dispatch table -------------------------------------------------------------------------------------- */
