@@ -906,8 +906,8 @@ bad:
  * Nothing above depends on how many rows or outputs run together or on the instruction set. Bodies are written once, as
  * inline functions over plain loops that a compiler vectorises, and instantiated for each instruction set (KERNEL_SET);
  * the dots and little else are written with intrinsics, and are tested for equality with the plain ones. To add a type:
- * an entry in type_table, an unpack function, a line in tile_for, TILE_SET and for AMX; AVX2 and AVX-512 have unpackings of
- * their own.
+ * an entry in type_table, an unpack function, a line in tile_for and QUANTISED_SET; AVX2 and AVX-512 have unpackings of their
+ * own.
  * Relies on section 1 (fail).
  * ================================================================================================================== */
 
@@ -1753,10 +1753,8 @@ static tile_fn *tile_for(const tile_set *s, uint32_t type) {
 /* A tile of one type: `body` compiled for it alone, with the instructions that `attr` names. */
 #define TILE_FN(name, attr, body, type) \
     attr static void name(TILE_ARGS) { body(type, n, w, w_stride, n_out, x, m, out, ldo); }
-#define TILE_SET(isa, attr, float_body, q32_body, q256_body)                                                     \
-    TILE_FN(tile_f32_##isa, attr, float_body, T_F32)                                                             \
-    TILE_FN(tile_f16_##isa, attr, float_body, T_F16)                                                             \
-    TILE_FN(tile_bf16_##isa, attr, float_body, T_BF16)                                                           \
+/* A set with its own tiles of the quantised types, those of the float types from the set `of`. */
+#define QUANTISED_SET(isa, attr, q32_body, q256_body, of)                                                        \
     TILE_FN(tile_q4_0_##isa, attr, q32_body, T_Q4_0)                                                             \
     TILE_FN(tile_q8_0_##isa, attr, q32_body, T_Q8_0)                                                             \
     TILE_FN(tile_mxfp4_##isa, attr, q32_body, T_MXFP4)                                                           \
@@ -1767,19 +1765,40 @@ static tile_fn *tile_for(const tile_set *s, uint32_t type) {
     TILE_FN(tile_q6_k_##isa, attr, q256_body, T_Q6_K)                                                            \
     TILE_FN(tile_iq2_xxs_##isa, attr, q256_body, T_IQ2_XXS)                                                      \
     static const tile_set tiles_##isa = {                                                                        \
-        tile_f32_##isa,  tile_f16_##isa,  tile_bf16_##isa, tile_q4_0_##isa, tile_q8_0_##isa, tile_mxfp4_##isa,   \
+        tile_f32_##of,   tile_f16_##of,   tile_bf16_##of,  tile_q4_0_##isa, tile_q8_0_##isa, tile_mxfp4_##isa,   \
         tile_q2_k_##isa, tile_q3_k_##isa, tile_q4_k_##isa, tile_q5_k_##isa, tile_q6_k_##isa, tile_iq2_xxs_##isa, \
     };
+#define TILE_SET(isa, attr, float_body, q32_body, q256_body) \
+    TILE_FN(tile_f32_##isa, attr, float_body, T_F32)         \
+    TILE_FN(tile_f16_##isa, attr, float_body, T_F16)         \
+    TILE_FN(tile_bf16_##isa, attr, float_body, T_BF16)       \
+    QUANTISED_SET(isa, attr, q32_body, q256_body, isa)
 
 TILE_SET(scalar, , float_tile, block_tile, block_tile)
 
-/* ---- 4.7 Matrix products with AVX2 ------------------------------------------------------------------------------- */
+/* ---- 4.7 Matrix products with AVX2 and with AVX-VNNI --------------------------------------------------------------- */
 
 #ifdef KERNELS_X86
 #define TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define INLINE_256 ALWAYS_INLINE TARGET_AVX2
 
 enum { OUTPUTS_256 = 32, ROWS_256 = 64 }; /* rows of weights and of activations in a tile of a product of many */
+
+/* AVX-VNNI is two instructions for vectors of AVX2 that multiply and add up at once; functions that use them are told so by `vnni`.
+ * They are written as assembly because compilers let no intrinsic of theirs into a function for AVX2, whatever `vnni` is. */
+
+/* sum + the products of unsigned bytes u and signed ones v, four to a word. */
+INLINE_256 __m256i add_bytes_256(__m256i sum, __m256i u, __m256i v) {
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(u), "x"(v));
+    return sum;
+}
+
+/* sum + the products of 16-bit words, two to a word of 32. */
+INLINE_256 __m256i add_words_256(const bool vnni, __m256i sum, __m256i a, __m256i b) {
+    if (!vnni) return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+    __asm__("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+}
 
 /* 16 lanes as two vectors of 8. */
 typedef struct {
@@ -1944,8 +1963,9 @@ INLINE_256 void quantise_32_256(int64_t n, const float *x, int8_t *q, float *d, 
     }
 }
 
-/* Weights of 32-value types are signed bytes for Q8_0, for the others unsigned ones that are so much too large. */
-ALWAYS_INLINE int q32_offset(uint32_t type) { return type == T_Q4_0 ? 8 : type == T_MXFP4 ? 12 : 0; }
+/* How much too large weights of 32-value types are as unsigned bytes. AVX2 alone multiplies Q8_0's as signed ones. */
+ALWAYS_INLINE int q32_offset(uint32_t type) { return type == T_Q4_0 ? 8 : type == T_MXFP4 ? 12 : 128; }
+ALWAYS_INLINE bool is_signed_256(uint32_t type, const bool vnni) { return type == T_Q8_0 && !vnni; }
 
 /* MXFP4's values, doubled and 12 too large. */
 INLINE_256 __m256i e2m1_256(void) {
@@ -1981,9 +2001,9 @@ INLINE_256 __m256 group_scales_256(uint32_t type, const uint8_t *b) {
     return mxfp4_scales_256(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)v)));
 }
 
-/* Minus what weights that are too large add to the integers of 8 blocks whose activations sum up, in halves, to `sum`. */
-INLINE_256 __m256i excess_256(uint32_t type, const int16_t *sum) {
-    return _mm256_madd_epi16(_mm256_loadu_si256((const void *)sum), _mm256_set1_epi16((short)-q32_offset(type)));
+/* The integers of 8 blocks, less what weights that are too large added to them: activations sum up, in halves, to `sum`. */
+INLINE_256 __m256i less_excess_256(uint32_t type, const bool vnni, __m256i dot, const int16_t *sum) {
+    return add_words_256(vnni, dot, _mm256_loadu_si256((const void *)sum), _mm256_set1_epi16((short)-q32_offset(type)));
 }
 
 /* Eight blocks' integers, times the scales of the weights and of the activations d, added to their lanes. */
@@ -2007,8 +2027,11 @@ INLINE_256 __m256i add_quads_256(uint32_t type, __m256i a, __m256i b) {
 }
 
 /* A block's weights in natural order, signed bytes or unsigned ones that are too large. */
-INLINE_256 __m256i block_256(uint32_t type, const uint8_t *b) {
-    if (type == T_Q8_0) return _mm256_loadu_si256((const void *)(b + 2));
+INLINE_256 __m256i block_256(uint32_t type, const bool vnni, const uint8_t *b) {
+    if (type == T_Q8_0) {
+        const __m256i w = _mm256_loadu_si256((const void *)(b + 2));
+        return vnni ? _mm256_xor_si256(w, _mm256_set1_epi8(-128)) : w;
+    }
     const __m128i both = _mm_loadu_si128((const void *)(b + q32_bytes(type) - 16));
     const __m256i v = _mm256_inserti128_si256(_mm256_castsi128_si256(both), _mm_srli_epi16(both, 4), 1);
     const __m256i w = _mm256_and_si256(v, _mm256_set1_epi8(15));
@@ -2017,25 +2040,29 @@ INLINE_256 __m256i block_256(uint32_t type, const uint8_t *b) {
 
 /* The products of a block's weights u with activations a, summed up by fours, or by twos as 16-bit words. Signed bytes: |w| * (a
  * with the sign of w), whose pairs cannot saturate, 2 * 128 * 127 < 2^15. */
-INLINE_256 __m256i block_sums_256(uint32_t type, __m256i u, const int8_t *a) {
+INLINE_256 __m256i block_sums_256(uint32_t type, const bool vnni, __m256i u, const int8_t *a) {
     const __m256i v = _mm256_loadu_si256((const void *)a);
     if (type != T_Q8_0) return _mm256_maddubs_epi16(u, v);
+    if (vnni) return add_bytes_256(_mm256_setzero_si256(), u, v);
     return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(u), _mm256_sign_epi8(v, u)), _mm256_set1_epi16(1));
 }
 
-enum { FEW_256 = 7 }; /* most rows of activations that rows of weights are read from end to end for */
+/* Most rows of activations that rows of weights are read from end to end for: fewer with AVX-VNNI, from which panels gain more. */
+enum { FEW_256 = 7, FEW_VNNI = 5 };
 
 /* Eight blocks of weights against J rows of activations in natural order, q and ldq bytes on; the integer of block b in lane b. Two
  * blocks' sums are joined at once, so that few have to be kept. */
-INLINE_256 void eight_dots_256(uint32_t type, const int J, const uint8_t *w, const int8_t *q, int64_t ldq, __m256i *dot) {
+INLINE_256 void eight_dots_256(uint32_t type, const bool vnni, const int J, const uint8_t *w, const int8_t *q, int64_t ldq,
+                               __m256i *dot) {
     __m256i pair[FEW_256], quad[FEW_256][2];
     UNROLL for (int p = 0; p < 4; p++) {
-        __m256i u = block_256(type, w + 2 * p * q32_bytes(type)), v = block_256(type, w + (2 * p + 1) * q32_bytes(type));
+        const uint8_t *b = w + 2 * p * q32_bytes(type);
+        __m256i u = block_256(type, vnni, b), v = block_256(type, vnni, b + q32_bytes(type));
         IN_ORDER(u);
         IN_ORDER(v);
         UNROLL for (int j = 0; j < J; j++) {
             const int8_t *a = q + j * ldq + 64 * p;
-            __m256i s = add_pairs_256(type, block_sums_256(type, u, a), block_sums_256(type, v, a + 32));
+            __m256i s = add_pairs_256(type, block_sums_256(type, vnni, u, a), block_sums_256(type, vnni, v, a + 32));
             IN_ORDER(s);
             if (p % 2 == 0) pair[j] = s;
             else quad[j][p / 2] = add_quads_256(type, pair[j], s);
@@ -2047,7 +2074,7 @@ INLINE_256 void eight_dots_256(uint32_t type, const int J, const uint8_t *w, con
 
 /* J rows of activations of n values in natural order: rows of weights are read from end to end, and nothing of them is put in another
  * order. Groups of 8 blocks are the lower and the upper lanes in turn; n is a multiple of 256. */
-INLINE_256 void q32_rows_in_order_256(uint32_t type, const int J, int64_t n, const uint8_t *w, const int8_t *q,
+INLINE_256 void q32_rows_in_order_256(uint32_t type, const bool vnni, const int J, int64_t n, const uint8_t *w, const int8_t *q,
                                       const tile_acts *x, float *out, size_t ldo) {
     __m256 acc[FEW_256][2];
     UNROLL for (int j = 0; j < J; j++) acc[j][0] = acc[j][1] = _mm256_setzero_ps();
@@ -2058,18 +2085,18 @@ INLINE_256 void q32_rows_in_order_256(uint32_t type, const int J, int64_t n, con
             fetch_ahead(from, 8 * q32_bytes(type));
             const __m256 scale = group_scales_256(type, from);
             __m256i dot[FEW_256];
-            eight_dots_256(type, J, from, q + 32 * at, n, dot);
+            eight_dots_256(type, vnni, J, from, q + 32 * at, n, dot);
             UNROLL for (int j = 0; j < J; j++) {
-                if (type != T_Q8_0) dot[j] = _mm256_add_epi32(dot[j], excess_256(type, x->sum[j] + 2 * at));
+                if (!is_signed_256(type, vnni)) dot[j] = less_excess_256(type, vnni, dot[j], x->sum[j] + 2 * at);
                 acc[j][h] = add_lanes_256(dot[j], scale, x->d[j] + at, acc[j][h]);
             }
         }
     UNROLL for (int j = 0; j < J; j++) out[(size_t)j * ldo] = join_256((floats256){acc[j][0], acc[j][1]});
 }
 
-INLINE_256 void q32_few_256(uint32_t type, const int J, int64_t n, const uint8_t *w, size_t w_stride, int n_out,
-                            const int8_t *q, const tile_acts *x, float *out, size_t ldo) {
-    for (int o = 0; o < n_out; o++) q32_rows_in_order_256(type, J, n, w + (size_t)o * w_stride, q, x, out + o, ldo);
+INLINE_256 void q32_few_256(uint32_t type, const bool vnni, const int J, int64_t n, const uint8_t *w, size_t w_stride,
+                            int n_out, const int8_t *q, const tile_acts *x, float *out, size_t ldo) {
+    for (int o = 0; o < n_out; o++) q32_rows_in_order_256(type, vnni, J, n, w + (size_t)o * w_stride, q, x, out + o, ldo);
 }
 
 /* Eight vectors of eight words, their rows for columns. */
@@ -2299,13 +2326,18 @@ INLINE_256 __m128i sum_each_256(const __m256i *v) {
     return _mm_add_epi32(_mm256_castsi256_si128(c), _mm256_extracti128_si256(c, 1));
 }
 
+INLINE_256 __m256i low_words_256(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi32(0xffff)); }
+
 /* A block of weights against J rows of activations, before lanes are summed. No 16-bit sum of products saturates: two pairs of
- * Q6_K reach 4 * 63 * 127, two of IQ2_XXS 4 * 43 * 127. */
-INLINE_256 void block_dots_256(uint32_t type, const int J, const wblock256 *u, const int8_t *const *q,
+ * Q6_K reach 4 * 63 * 127, two of IQ2_XXS 4 * 43 * 127. With AVX-VNNI sums have 32 bits, and where they fit in 16, the low word of
+ * each is scaled: eight products of Q5_K reach 8 * 31 * 127. */
+INLINE_256 void block_dots_256(uint32_t type, const bool vnni, const int J, const wblock256 *u, const int8_t *const *q,
                                const int16_t *const *sum, __m256i *dot, __m256i *min) {
+    const bool by_bytes = vnni && type != T_Q6_K && type != T_IQ2_XXS;
     UNROLL for (int j = 0; j < J; j++) dot[j] = _mm256_setzero_si256();
     UNROLL for (int i = 0; i < 4; i++) {
         const int h = i / 2, p = i % 2; /* half, pair of parts */
+        const __m256i scale = by_bytes ? low_words_256(u->scale[h][p]) : u->scale[h][p];
         UNROLL for (int j = 0; j < J; j++) {
             __m256i a = _mm256_loadu_si256((const void *)(q[j] + 128 * p + 32 * h));
             __m256i b = _mm256_loadu_si256((const void *)(q[j] + 128 * p + 32 * h + 64));
@@ -2313,8 +2345,9 @@ INLINE_256 void block_dots_256(uint32_t type, const int J, const wblock256 *u, c
                 a = _mm256_sign_epi8(a, u->sign[2 * p][h]);
                 b = _mm256_sign_epi8(b, u->sign[2 * p + 1][h]);
             }
-            a = _mm256_add_epi16(_mm256_maddubs_epi16(u->w[2 * p][h], a), _mm256_maddubs_epi16(u->w[2 * p + 1][h], b));
-            dot[j] = _mm256_add_epi32(dot[j], _mm256_madd_epi16(a, u->scale[h][p]));
+            if (by_bytes) a = add_bytes_256(add_bytes_256(_mm256_setzero_si256(), u->w[2 * p][h], a), u->w[2 * p + 1][h], b);
+            else a = _mm256_add_epi16(_mm256_maddubs_epi16(u->w[2 * p][h], a), _mm256_maddubs_epi16(u->w[2 * p + 1][h], b));
+            dot[j] = add_words_256(vnni, dot[j], a, scale);
             IN_ORDER(dot[j]);
         }
     }
@@ -2349,8 +2382,8 @@ INLINE_256 void add_blocks_256(uint32_t type, const uint8_t *b, const __m256i *d
 }
 
 /* Block b of J rows of activations against the weights at w: the i-th of four whose sums are joined later. */
-INLINE_256 void few_dots_256(uint32_t type, const int J, const uint8_t *w, const tile_acts *x, int64_t b, int i,
-                             __m256i (*dot)[4], __m256i (*min)[4]) {
+INLINE_256 void few_dots_256(uint32_t type, const bool vnni, const int J, const uint8_t *w, const tile_acts *x, int64_t b,
+                             int i, __m256i (*dot)[4], __m256i (*min)[4]) {
     wblock256 u;
     __m256i d[FEW_256], m[FEW_256];
     const int8_t *q[FEW_256];
@@ -2364,7 +2397,7 @@ INLINE_256 void few_dots_256(uint32_t type, const int J, const uint8_t *w, const
         sum[j] = x->sum[j] + b * 16;
     }
     unpack_256(type, w, &u);
-    block_dots_256(type, J, &u, q, sum, d, m);
+    block_dots_256(type, vnni, J, &u, q, sum, d, m);
     UNROLL for (int j = 0; j < J; j++) {
         dot[j][i] = d[j];
         if (type_has_min(type)) min[j][i] = m[j];
@@ -2372,8 +2405,8 @@ INLINE_256 void few_dots_256(uint32_t type, const int J, const uint8_t *w, const
 }
 
 /* A row of weights against J rows of activations of n values, a multiple of 1024: four blocks at a time. */
-INLINE_256 void q256_rows_in_order_256(uint32_t type, const int J, int64_t n, const uint8_t *w, const tile_acts *x, float *out,
-                                       size_t ldo) {
+INLINE_256 void q256_rows_in_order_256(uint32_t type, const bool vnni, const int J, int64_t n, const uint8_t *w,
+                                       const tile_acts *x, float *out, size_t ldo) {
     const int size = type_find(type)->bytes;
     _Alignas(32) float acc[FEW_256][LANES];
     UNROLL for (int j = 0; j < J; j++) memset(acc[j], 0, sizeof acc[j]);
@@ -2381,9 +2414,9 @@ INLINE_256 void q256_rows_in_order_256(uint32_t type, const int J, int64_t n, co
         const uint8_t *from = w + b * size;
         __m256i dot[FEW_256][4], min[FEW_256][4];
         fetch_ahead(from, 4 * size);
-        if (J == 1) UNROLL for (int i = 0; i < 4; i++) few_dots_256(type, 1, from + i * size, x, b + i, i, dot, min);
+        if (J == 1) UNROLL for (int i = 0; i < 4; i++) few_dots_256(type, vnni, 1, from + i * size, x, b + i, i, dot, min);
         else
-            for (int i = 0; i < 4; i++) few_dots_256(type, J, from + i * size, x, b + i, i, dot, min);
+            for (int i = 0; i < 4; i++) few_dots_256(type, vnni, J, from + i * size, x, b + i, i, dot, min);
         UNROLL for (int j = 0; j < J; j++) add_blocks_256(type, from, dot[j], min[j], x->d[j] + b, acc[j] + (b & 12));
     }
     UNROLL for (int j = 0; j < J; j++) out[(size_t)j * ldo] =
@@ -2413,9 +2446,14 @@ INLINE_256 __m256 side_scales_256(uint32_t type, const uint8_t *const *w, int64_
     return type == T_IQ2_XXS ? _mm256_mul_ps(d, _mm256_set1_ps(0.125f)) : d;
 }
 
+/* A scale given as a pair of words, as AVX-VNNI's sums of 32 bits are multiplied by it: see run_dots_vnni. */
+INLINE_256 __m256i vnni_scale_256(uint32_t type, __m256i pair) {
+    return type == T_Q6_K ? _mm256_srai_epi32(pair, 16) : low_words_256(pair);
+}
+
 /* The blocks of 256 at w[0] + at, w[1] + at, .. to 8 runs of a panel. */
-INLINE_256 void pack_block_256(uint32_t type, const uint8_t *const *w, int64_t at, __m256i (*to)[8], __m256i (*scale)[2],
-                               __m256i *min) {
+INLINE_256 void pack_block_256(uint32_t type, const bool vnni, const uint8_t *const *w, int64_t at, __m256i (*to)[8],
+                               __m256i (*scale)[2], __m256i *min) {
     wblock256 u[SIDE];
     __m256i v[SIDE], words[8];
     for (int o = 0; o < SIDE; o++) unpack_256(type, w[o] + at, &u[o]);
@@ -2438,19 +2476,20 @@ INLINE_256 void pack_block_256(uint32_t type, const uint8_t *const *w, int64_t a
         UNROLL for (int o = 0; o < SIDE; o++) v[o] = u[o].min;
         transpose_256(v, min);
     }
+    if (vnni) UNROLL for (int i = 0; i < 16; i++) scale[i / 2][i % 2] = vnni_scale_256(type, scale[i / 2][i % 2]);
 }
 
-INLINE_256 void pack_256(uint32_t type, const uint8_t *const *w, int64_t b, int64_t blocks, panel256 *p) {
+INLINE_256 void pack_256(uint32_t type, const bool vnni, const uint8_t *const *w, int64_t b, int64_t blocks, panel256 *p) {
     const type_info *t = type_find(type);
     for (int64_t i = 0; i < blocks; i++) {
         const int64_t at = (b + i) * t->bytes;
         p->d[i] = side_scales_256(type, w, at + scale_at(type));
         if (type_has_min(type)) p->dmin[i] = side_scales_256(type, w, at + scale_at(type) + 2);
         if (t->block == 256) {
-            pack_block_256(type, w, at, &p->w[8 * i], &p->scale[8 * i], &p->min[8 * i]);
+            pack_block_256(type, vnni, w, at, &p->w[8 * i], &p->scale[8 * i], &p->min[8 * i]);
         } else {
             __m256i v[SIDE];
-            UNROLL for (int o = 0; o < SIDE; o++) v[o] = block_256(type, w[o] + at);
+            UNROLL for (int o = 0; o < SIDE; o++) v[o] = block_256(type, vnni, w[o] + at);
             transpose_256(v, p->w[i]);
         }
     }
@@ -2498,9 +2537,32 @@ INLINE_256 void run_dots_256(uint32_t type, const int J, const __m256i *w, const
     }
 }
 
+/* The same with AVX-VNNI: all weights are unsigned, and sums of 32 bits hold whatever there is. Those of 16 products that fit in 16
+ * bits, up to 16 * 15 * 127, are scaled as words, which costs less. Two sums, because each product waits for the one before. */
+INLINE_256 void run_dots_vnni(uint32_t type, const int J, const __m256i *w, const __m256i *scale, const int8_t *const *q,
+                              const int64_t step, __m256i *dot) {
+    const bool wide = type_find(type)->block == 256;
+    __m256i s[4][2];
+    UNROLL for (int k = 0; k < 8; k++) UNROLL for (int j = 0; j < J; j++) {
+        const __m256i a = each_32(q[j] + (wide ? k / 2 * 64 + k % 2 * 4 : k * step));
+        s[j][k / 4] = add_bytes_256(k % 4 ? s[j][k / 4] : _mm256_setzero_si256(), w[k], a);
+        IN_ORDER(s[j][k / 4]);
+    }
+    UNROLL for (int j = 0; j < J; j++) {
+        const __m256i lo = s[j][0], hi = s[j][1], both = _mm256_add_epi32(lo, hi);
+        if (!wide) dot[j] = _mm256_add_epi32(dot[j], both);
+        else if (type == T_Q5_K || type == T_IQ2_XXS) dot[j] = _mm256_add_epi32(dot[j], _mm256_mullo_epi32(both, scale[0]));
+        else if (type == T_Q6_K)
+            dot[j] =
+                _mm256_add_epi32(dot[j], _mm256_add_epi32(_mm256_mullo_epi32(lo, scale[0]), _mm256_mullo_epi32(hi, scale[1])));
+        else dot[j] = add_words_256(true, add_words_256(true, dot[j], lo, scale[0]), hi, scale[1]);
+        IN_ORDER(dot[j]);
+    }
+}
+
 /* A panel, `blocks` blocks from b, against rows j .. j+J-1 of the tile. */
-INLINE_256 void panel_rows_256(uint32_t type, const int J, int64_t n, int64_t b, int64_t blocks, const panel256 *p,
-                               const tile_acts *x, int j, __m256 (*lane)[ROWS_256]) {
+INLINE_256 void panel_rows_256(uint32_t type, const bool vnni, const int J, int64_t n, int64_t b, int64_t blocks,
+                               const panel256 *p, const tile_acts *x, int j, __m256 (*lane)[ROWS_256]) {
     const int block = type_find(type)->block, runs = block / 32;
     for (int64_t i = 0; i < blocks; i++) {
         const int64_t at = act_offset(block == 32 ? ACT_Q32 : ACT_Q256, n, (b + i) * block);
@@ -2514,15 +2576,18 @@ INLINE_256 void panel_rows_256(uint32_t type, const int J, int64_t n, int64_t b,
         }
         for (int r = 0; r < runs; r++) {
             const int64_t run = i * runs + r;
-            if (runs == 8 || left >= LANES) run_dots_256(type, J, p->w[run], p->scale[run], q, 4 * LANES, dot);
+            const bool full = runs == 8 || left >= LANES;
+            if (vnni && full) run_dots_vnni(type, J, p->w[run], p->scale[run], q, 4 * LANES, dot);
+            else if (vnni) run_dots_vnni(type, J, p->w[run], p->scale[run], q, 4 * left, dot);
+            else if (full) run_dots_256(type, J, p->w[run], p->scale[run], q, 4 * LANES, dot);
             else run_dots_256(type, J, p->w[run], p->scale[run], q, 4 * left, dot);
             UNROLL for (int k = 0; k < J; k++) q[k] += 8;
         }
-        if (type != T_Q8_0) UNROLL for (int r = 0; r < runs; r++) {
+        if (!is_signed_256(type, vnni)) UNROLL for (int r = 0; r < runs; r++) {
                 const __m256i m = runs == 8 ? p->min[8 * i + r] : _mm256_set1_epi16((short)q32_offset(type));
                 UNROLL for (int k = 0; k < J; k++) {
                     const __m256i sum = each_32(x->sum[j + k] + 2 * ((b + i) * runs + r));
-                    min[k] = _mm256_add_epi32(min[k], _mm256_madd_epi16(m, sum));
+                    min[k] = add_words_256(vnni, min[k], m, sum);
                     IN_ORDER(min[k]);
                 }
             }
@@ -2547,8 +2612,8 @@ INLINE_256 void store_side_256(__m256 (*lane)[ROWS_256], int j, int outs, float 
 }
 
 /* Up to eight outputs; a row that is not there is the last one again. */
-INLINE_256 void panel_outputs_256(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int outs, const tile_acts *x,
-                                  int m, float *out, size_t ldo) {
+INLINE_256 void panel_outputs_256(uint32_t type, const bool vnni, int64_t n, const uint8_t *w, size_t w_stride, int outs,
+                                  const tile_acts *x, int m, float *out, size_t ldo) {
     const type_info *t = type_find(type);
     const int64_t blocks = n / t->block, step = 32 * RUNS / t->block;
     const uint8_t *rows[SIDE];
@@ -2560,62 +2625,78 @@ INLINE_256 void panel_outputs_256(uint32_t type, int64_t n, const uint8_t *w, si
         for (int j = 0; j < m; j++) lane[l][j] = _mm256_setzero_ps();
     for (int64_t b = 0; b < blocks; b += step) {
         const int64_t count = blocks - b < step ? blocks - b : step;
-        pack_256(type, rows, b, count, &p);
+        pack_256(type, vnni, rows, b, count, &p);
         int j = 0;
-        for (; j + 4 <= m; j += 4) panel_rows_256(type, 4, n, b, count, &p, x, j, lane);
-        if (m - j == 3) panel_rows_256(type, 3, n, b, count, &p, x, j, lane);
-        else if (m - j == 2) panel_rows_256(type, 2, n, b, count, &p, x, j, lane);
-        else if (m - j == 1) panel_rows_256(type, 1, n, b, count, &p, x, j, lane);
+        for (; j + 4 <= m; j += 4) panel_rows_256(type, vnni, 4, n, b, count, &p, x, j, lane);
+        if (m - j == 3) panel_rows_256(type, vnni, 3, n, b, count, &p, x, j, lane);
+        else if (m - j == 2) panel_rows_256(type, vnni, 2, n, b, count, &p, x, j, lane);
+        else if (m - j == 1) panel_rows_256(type, vnni, 1, n, b, count, &p, x, j, lane);
     }
     for (int j = 0; j < m; j++) store_side_256(lane, j, outs, out + (size_t)j * ldo);
 }
 
-INLINE_256 void panel_tile_256(uint32_t type, TILE_ARGS) {
+INLINE_256 void panel_tile_256(uint32_t type, const bool vnni, TILE_ARGS) {
     for (int o = 0; o < n_out; o += SIDE)
-        panel_outputs_256(type, n, w + (size_t)o * w_stride, w_stride, n_out - o < SIDE ? n_out - o : SIDE, x, m, out + o, ldo);
+        panel_outputs_256(type, vnni, n, w + (size_t)o * w_stride, w_stride, n_out - o < SIDE ? n_out - o : SIDE, x, m, out + o,
+                          ldo);
 }
 
-INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) {
+INLINE_256 void q32_products_256(uint32_t type, const bool vnni, TILE_ARGS) {
     enum { MOST = 32768 };
-    if (m > FEW_256 || m * n > MOST || n % 256) {
-        panel_tile_256(type, n, w, w_stride, n_out, x, m, out, ldo);
+    if (m > (vnni ? FEW_VNNI : FEW_256) || m * n > MOST || n % 256) {
+        panel_tile_256(type, vnni, n, w, w_stride, n_out, x, m, out, ldo);
         return;
     }
     _Alignas(ALIGN) int8_t q[MOST];
     for (int j = 0; j < m; j++) natural_order_256(n, x->q[j], q + j * n);
     switch (m) { /* so that what is kept for each row stays in registers */
-    case 1: q32_few_256(type, 1, n, w, w_stride, n_out, q, x, out, ldo); break;
-    case 2: q32_few_256(type, 2, n, w, w_stride, n_out, q, x, out, ldo); break;
-    case 3: q32_few_256(type, 3, n, w, w_stride, n_out, q, x, out, ldo); break;
-    case 4: q32_few_256(type, 4, n, w, w_stride, n_out, q, x, out, ldo); break;
-    case 5: q32_few_256(type, 5, n, w, w_stride, n_out, q, x, out, ldo); break;
-    case 6: q32_few_256(type, 6, n, w, w_stride, n_out, q, x, out, ldo); break;
-    default: q32_few_256(type, FEW_256, n, w, w_stride, n_out, q, x, out, ldo); break;
+    case 1: q32_few_256(type, vnni, 1, n, w, w_stride, n_out, q, x, out, ldo); break;
+    case 2: q32_few_256(type, vnni, 2, n, w, w_stride, n_out, q, x, out, ldo); break;
+    case 3: q32_few_256(type, vnni, 3, n, w, w_stride, n_out, q, x, out, ldo); break;
+    case 4: q32_few_256(type, vnni, 4, n, w, w_stride, n_out, q, x, out, ldo); break;
+    case 5: q32_few_256(type, vnni, 5, n, w, w_stride, n_out, q, x, out, ldo); break;
+    case 6: q32_few_256(type, vnni, 6, n, w, w_stride, n_out, q, x, out, ldo); break;
+    case FEW_256: q32_few_256(type, vnni, FEW_256, n, w, w_stride, n_out, q, x, out, ldo); break;
     }
 }
 
-INLINE_256 void q256_few_256(uint32_t type, const int J, int64_t n, const uint8_t *w, size_t w_stride, int n_out,
-                             const tile_acts *x, float *out, size_t ldo) {
-    for (int o = 0; o < n_out; o++) q256_rows_in_order_256(type, J, n, w + (size_t)o * w_stride, x, out + o, ldo);
+INLINE_256 void q256_few_256(uint32_t type, const bool vnni, const int J, int64_t n, const uint8_t *w, size_t w_stride,
+                             int n_out, const tile_acts *x, float *out, size_t ldo) {
+    for (int o = 0; o < n_out; o++) q256_rows_in_order_256(type, vnni, J, n, w + (size_t)o * w_stride, x, out + o, ldo);
 }
 
-INLINE_256 void q256_tile_256(uint32_t type, TILE_ARGS) {
-    if (m > FEW_256 || n % 1024) {
-        panel_tile_256(type, n, w, w_stride, n_out, x, m, out, ldo);
+INLINE_256 void q256_products_256(uint32_t type, const bool vnni, TILE_ARGS) {
+    if (m > (vnni ? FEW_VNNI : FEW_256) || n % 1024) {
+        panel_tile_256(type, vnni, n, w, w_stride, n_out, x, m, out, ldo);
         return;
     }
     switch (m) {
-    case 1: q256_few_256(type, 1, n, w, w_stride, n_out, x, out, ldo); break;
-    case 2: q256_few_256(type, 2, n, w, w_stride, n_out, x, out, ldo); break;
-    case 3: q256_few_256(type, 3, n, w, w_stride, n_out, x, out, ldo); break;
-    case 4: q256_few_256(type, 4, n, w, w_stride, n_out, x, out, ldo); break;
-    case 5: q256_few_256(type, 5, n, w, w_stride, n_out, x, out, ldo); break;
-    case 6: q256_few_256(type, 6, n, w, w_stride, n_out, x, out, ldo); break;
-    default: q256_few_256(type, FEW_256, n, w, w_stride, n_out, x, out, ldo); break;
+    case 1: q256_few_256(type, vnni, 1, n, w, w_stride, n_out, x, out, ldo); break;
+    case 2: q256_few_256(type, vnni, 2, n, w, w_stride, n_out, x, out, ldo); break;
+    case 3: q256_few_256(type, vnni, 3, n, w, w_stride, n_out, x, out, ldo); break;
+    case 4: q256_few_256(type, vnni, 4, n, w, w_stride, n_out, x, out, ldo); break;
+    case 5: q256_few_256(type, vnni, 5, n, w, w_stride, n_out, x, out, ldo); break;
+    case 6: q256_few_256(type, vnni, 6, n, w, w_stride, n_out, x, out, ldo); break;
+    case FEW_256: q256_few_256(type, vnni, FEW_256, n, w, w_stride, n_out, x, out, ldo); break;
     }
 }
 
+INLINE_256 void q32_tile_256(uint32_t type, TILE_ARGS) { q32_products_256(type, false, n, w, w_stride, n_out, x, m, out, ldo); }
+INLINE_256 void q256_tile_256(uint32_t type, TILE_ARGS) {
+    q256_products_256(type, false, n, w, w_stride, n_out, x, m, out, ldo);
+}
 TILE_SET(avx2, TARGET_AVX2, float_tile_256, q32_tile_256, q256_tile_256)
+
+/* Few rows that would gain next to nothing are left to AVX2's functions. */
+INLINE_256 void q32_tile_vnni(uint32_t type, TILE_ARGS) {
+    if (type != T_Q8_0 && m <= FEW_VNNI) tile_for(&tiles_avx2, type)(n, w, w_stride, n_out, x, m, out, ldo);
+    else q32_products_256(type, true, n, w, w_stride, n_out, x, m, out, ldo);
+}
+INLINE_256 void q256_tile_vnni(uint32_t type, TILE_ARGS) {
+    if (m == 1) tile_for(&tiles_avx2, type)(n, w, w_stride, n_out, x, m, out, ldo);
+    else q256_products_256(type, true, n, w, w_stride, n_out, x, m, out, ldo);
+}
+QUANTISED_SET(avxvnni, TARGET_AVX2, q32_tile_vnni, q256_tile_vnni, avx2)
 #endif
 
 /* ---- 4.8 Matrix products with AVX-512 (VNNI) ---------------------------------------------------------------------- */
@@ -2708,7 +2789,6 @@ typedef struct {
     __m512i w[8];
     __m512 scale;
 } group512;
-ALWAYS_INLINE int group_offset_512(uint32_t type) { return type == T_Q8_0 ? 128 : q32_offset(type); }
 
 /* Of four vectors, each four parts of four words: the k-th words of a part of all of them come together, in vector k. */
 INLINE_512 void interleave_512(const __m512i r[4], __m512i w[4]) {
@@ -2770,7 +2850,7 @@ INLINE_512 __m512i load_lanes_512(int64_t lanes, const void *p) {
 /* O rows of a 32-value type against J rows of activations, for the group of blocks from b. */
 INLINE_512 void q32_group_512(uint32_t type, const int O, int J, int64_t b, const int64_t blocks, const uint8_t *w,
                               size_t w_stride, const tile_acts *x, __m512 acc[2][TILE]) {
-    const int offset = group_offset_512(type);
+    const int offset = q32_offset(type);
     const __m512i minus_offset = _mm512_set1_epi16((int16_t)-offset);
     group512 u[2];
     UNROLL for (int o = 0; o < O; o++) {
@@ -3184,7 +3264,7 @@ INLINE_512 void transpose_512(__m512i v[16]) {
 /* A group of blocks of 16 rows of a 32-value type. */
 INLINE_AMX void amx_weights_32(uint32_t type, int64_t blocks, const uint8_t *w, size_t w_stride, amx_room *r) {
     const int size = q32_bytes(type);
-    const __m512i offset = _mm512_set1_epi8((char)group_offset_512(type));
+    const __m512i offset = _mm512_set1_epi8((char)q32_offset(type));
     __m512i v[9][16]; /* words 0 to 7 and the scales */
     for (int o = 0; o < 16; o++) {
         group512 u;
@@ -3380,19 +3460,7 @@ INLINE_AMX void amx_tile(uint32_t type, TILE_ARGS) {
     if (o < n_out) tile_for(&tiles_avx512, type)(n, w + (size_t)o * w_stride, w_stride, n_out - o, x, m, out + o, ldo);
 }
 
-TILE_FN(tile_q4_0_amx, TARGET_AMX, amx_tile, T_Q4_0)
-TILE_FN(tile_q8_0_amx, TARGET_AMX, amx_tile, T_Q8_0)
-TILE_FN(tile_mxfp4_amx, TARGET_AMX, amx_tile, T_MXFP4)
-TILE_FN(tile_q2_k_amx, TARGET_AMX, amx_tile, T_Q2_K)
-TILE_FN(tile_q3_k_amx, TARGET_AMX, amx_tile, T_Q3_K)
-TILE_FN(tile_q4_k_amx, TARGET_AMX, amx_tile, T_Q4_K)
-TILE_FN(tile_q5_k_amx, TARGET_AMX, amx_tile, T_Q5_K)
-TILE_FN(tile_q6_k_amx, TARGET_AMX, amx_tile, T_Q6_K)
-TILE_FN(tile_iq2_xxs_amx, TARGET_AMX, amx_tile, T_IQ2_XXS)
-static const tile_set tiles_amx = {
-    tile_f32_avx512, tile_f16_avx512, tile_bf16_avx512, tile_q4_0_amx, tile_q8_0_amx, tile_mxfp4_amx,
-    tile_q2_k_amx,   tile_q3_k_amx,   tile_q4_k_amx,    tile_q5_k_amx, tile_q6_k_amx, tile_iq2_xxs_amx,
-};
+QUANTISED_SET(amx, TARGET_AMX, amx_tile, amx_tile, avx512)
 #endif
 
 /* ---- 4.10 Matrix products with NEON and its dot product ----------------------------------------------------------- */
@@ -3614,15 +3682,18 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
      swiglu_##of,    sigmoid_##of,  router_score_##of, f16_load_##of,   f16_store_##of, fp8_load_##of,     \
      fp8_store_##of, argmax_##of,   all_finite_##of}
 
-/* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them; few, most: rows of weights
- * and of activations in a tile of quantised types, whose unpacking is dear. */
-#define KERNEL_SET(isa, attr, few, most, quantise_32, load_f16, store_f16, mix)                                                \
+/* few, most: rows of weights and of activations in a tile of quantised types, whose unpacking is dear. */
+#define MAT_FN(isa, attr, few, most)                                                                                           \
     attr static void mat_##isa(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x,          \
                                const int32_t *rows, int m, float *out, size_t ldo) {                                           \
         const int block = type_find(type)->block;                                                                              \
         mat_tiles(tile_for(&tiles_##isa, type), block == 1 ? 8 : few, block == 1 ? 16 : most, block, n, w, w_stride, n_out, x, \
                   rows, m, out, ldo);                                                                                          \
-    }                                                                                                                          \
+    }
+
+/* The functions of a set: `attr` names its instructions, so the inlined bodies are compiled for them. */
+#define KERNEL_SET(isa, attr, few, most, quantise_32, load_f16, store_f16, mix)                                                \
+    MAT_FN(isa, attr, few, most)                                                                                               \
     attr static void quantise_##isa(act_kind kind, int64_t n, const float *x, int8_t *q, float *d, int16_t *sum) {             \
         if (kind == ACT_Q32) quantise_32(n, x, q, d, sum);                                                                     \
         else if (kind == ACT_Q256) quantise_256_body(n, x, q, d, sum);                                                         \
@@ -3663,6 +3734,8 @@ TILE_SET(neon, TARGET_NEON, float_tile_neon, q32_tile_neon, q256_tile_neon)
 KERNEL_SET(scalar, , 8, 16, quantise_32_body, f16_load_body, f16_store_body, mix_body)
 #ifdef KERNELS_X86
 KERNEL_SET(avx2, TARGET_AVX2, OUTPUTS_256, ROWS_256, quantise_32_256, load_f16_256, store_f16_256, mix_256)
+MAT_FN(avxvnni, TARGET_AVX2, OUTPUTS_256, ROWS_256)
+static const kernels kernels_avxvnni = KERNEL_TABLE(avxvnni, avx2);
 KERNEL_SET(avx512, TARGET_AVX512, 8, 16, quantise_32_256, load_f16_256, store_f16_256, mix_512)
 
 static void mat_amx(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x, const int32_t *rows,
@@ -3682,9 +3755,7 @@ KERNEL_SET(neon, TARGET_NEON, 8, 16, quantise_32_body, load_f16_neon, store_f16_
 static const kernels *const kernel_sets[] = {
     &kernels_scalar,
 #ifdef KERNELS_X86
-    &kernels_avx2,
-    &kernels_avx512,
-    &kernels_amx,
+    &kernels_avx2,   &kernels_avxvnni, &kernels_avx512, &kernels_amx,
 #elif defined(KERNELS_ARM)
     &kernels_neon,
 #endif
@@ -3714,6 +3785,7 @@ static bool cpu_runs(const kernels *k) {
     const unsigned need = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
     const unsigned also = bit_AVX512VNNI | bit_AVX512VBMI | bit_GFNI;
     if (k == &kernels_avx2) return true;
+    if (k == &kernels_avxvnni) return a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
     if ((low & 0xe6) != 0xe6 || (b & need) != need || (c & also) != also) return false;
     const unsigned tiles = 3u << 24, tile_state = 3u << 17; /* AMX-TILE and AMX-INT8; their settings and data */
     return k == &kernels_avx512 || ((d & tiles) == tiles && (low & tile_state) == tile_state && tiles_allowed());

@@ -98,7 +98,7 @@ typedef struct {
     int max_rewind;                    /* how many tokens a session can go back; at most ctx counts (64) */
     bool mlock;                        /* lock the mapped weights in memory */
     bool raw_vocab_ok;                 /* accept a file without a usable tokenizer: token ids only */
-    const char *isa;                   /* kernels: NULL or "auto", "scalar", "avx2", "avx512", "amx", "neon"; all give the same bits */
+    const char *isa;                   /* kernels: NULL or "auto", "scalar", "avx2", "avxvnni", "avx512", "amx", "neon"; all give the same bits */
     bool conf_log;                     /* one line a draft to log: position, ids, leads, margin, verdict */
     ds4_log_fn log;                    /* may be NULL; called from the threads that call the library; must not call it */
     ds4_progress_fn progress;          /* may be NULL */

@@ -367,7 +367,7 @@ enum {
 };
 
 static const char *const kv_type_names[] = {"f32", "f16", "fp8", NULL};       /* in the order of ds4_kv_type */
-static const char *const isa_names[] = {"auto", "scalar", "avx2", "avx512", "amx", "neon", NULL};
+static const char *const isa_names[] = {"auto", "scalar", "avx2", "avxvnni", "avx512", "amx", "neon", NULL};
 static const char *const backend_names[] = {"cpu", NULL};
 static const char *const scheme_names[] = {"coupled", "rejection", NULL};     /* in the order of ds4_scheme */
 

@@ -20,7 +20,7 @@ const char *const ds4_help_cli[] = {
 "      --prefill-chunk N  most tokens of one pass over a prompt, 1 to 4096 (256); any value gives the same bits\n"
 "      --max-rewind N     tokens a session can go back, 0 to 16777216 (64); costs memory. A chat that goes back further, past\n"
 "                         long reasoning, say, evaluates its text again.\n"
-"      --isa NAME         kernels: auto, scalar, avx2, avx512, amx or neon (auto); all give the same bits\n"
+"      --isa NAME         kernels: auto, scalar, avx2, avxvnni, avx512, amx or neon (auto); all give the same bits\n"
 "      --mlock            lock the weights in memory (off)\n"
 "      --backend NAME     cpu (cpu)\n",
 

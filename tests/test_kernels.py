@@ -18,7 +18,7 @@ F32, F16, Q4_0, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ2_XXS, I32, BF16, MXFP4 = 
 FLOATS = [F32, F16, BF16]
 QUANTS = [Q4_0, Q8_0, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ2_XXS]
 TYPES = FLOATS + QUANTS
-ISAS = ["scalar", "neon"] if platform.machine() in ("aarch64", "arm64") else ["scalar", "avx2", "avx512", "amx"]
+ISAS = ["scalar", "neon"] if platform.machine() in ("aarch64", "arm64") else ["scalar", "avx2", "avxvnni", "avx512", "amx"]
 ACT_FLOAT, ACT_Q32, ACT_Q256 = range(3)
 # Where a block keeps its f16 scale and, for types with minimums, the scale of those.
 SCALE_AT = {Q4_0: 0, Q8_0: 0, Q2_K: 80, Q3_K: 108, Q4_K: 0, Q5_K: 0, Q6_K: 208, IQ2_XXS: 0}

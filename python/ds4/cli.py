@@ -165,7 +165,7 @@ MODEL = [
     click.option("--kv-type", type=click.Choice(["f32", "f16", "fp8"]), default="f16", show_default=True, help="Rows of the attention caches."),
     click.option("--prefill-chunk", type=click.IntRange(1, 4096), default=256, show_default=True, help="Most tokens of one pass."),
     click.option("--max-rewind", type=click.IntRange(0, MAX_TOKENS), help="Tokens a session can go back. [default: 64, or what it takes]"),
-    click.option("--isa", type=click.Choice(["auto", "scalar", "avx2", "avx512", "amx", "neon"]), default="auto", show_default=True, help="Kernels; all give the same bits."),
+    click.option("--isa", type=click.Choice(["auto", "scalar", "avx2", "avxvnni", "avx512", "amx", "neon"]), default="auto", show_default=True, help="Kernels; all give the same bits."),
     click.option("--mlock", is_flag=True, help="Lock the weights in memory."),
     click.option("--mtp-shortlist", type=click.IntRange(0, MAX_TOKENS), default=32768, show_default=True, help="Draft from the vocabulary's first N tokens and those of the text; 0: from all."),
     click.option("-q", "--quiet", is_flag=True, help="No notes and no progress bars."),

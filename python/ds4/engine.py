@@ -250,7 +250,7 @@ class Engine:
         shortlist: the head drafts the vocabulary's first so many ids and those of the text; 0: any; None: the default (32768).
         mlock: lock the mapped weights in memory.
         raw_vocab_ok: accept a file without a usable tokenizer: token ids only.
-        isa: kernels, "auto", "scalar", "avx2", "avx512", "amx" or "neon"; all give the same bits.
+        isa: kernels, "auto", "scalar", "avx2", "avxvnni", "avx512", "amx" or "neon"; all give the same bits.
         temperature, top_k, top_p, min_p, seed: how a token is drawn when a call does not say (greedy).
         conf_log: a line to `log` for each draft: position, ids, leads, margin, verdict.
         log: called with messages worth showing.
