@@ -475,7 +475,7 @@ static int cpu_count(void) {
 #if defined(__linux__)
     cpu_set_t set;
     double quota = cpu_quota("/proc/self/cgroup", "/sys/fs/cgroup");
-    int most = quota < MAX_THREADS ? max_int(1, (int)quota) : MAX_THREADS;
+    int most = quota < (double)MAX_THREADS ? max_int(1, (int)quota) : MAX_THREADS;
     if (sched_getaffinity(0, sizeof set, &set) == 0) return max_int(1, min_int(CPU_COUNT(&set), most));
 #endif
     long n = sysconf(_SC_NPROCESSORS_ONLN);
