@@ -206,6 +206,46 @@ static double now_ms(void) {
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
 }
 
+/* How a thread's processor rounds and treats the smallest numbers is the caller's to set (a library built with -ffast-math does
+ * so for whoever loads it), and bits depend on it. float_modes_ours sets what IEEE 754 has by default and returns what was set. */
+static inline uint64_t float_modes(void) {
+#if defined(__x86_64__)
+    return _mm_getcsr() & ~0x3fu; /* without the flags of what has happened */
+#elif defined(__aarch64__)
+    uint64_t modes;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(modes));
+    return modes;
+#else
+    return 0;
+#endif
+}
+
+static inline void float_modes_set(uint64_t modes) {
+#if defined(__x86_64__)
+    _mm_setcsr((unsigned)modes);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(modes) : "memory");
+#else
+    (void)modes;
+#endif
+}
+
+#if defined(__x86_64__)
+enum { FLOAT_DEFAULT = 0x1f80 }; /* no traps, to nearest, nothing flushed */
+#else
+enum { FLOAT_DEFAULT = 0 };
+#endif
+
+static uint64_t float_modes_ours(void) {
+    uint64_t modes = float_modes();
+    if (modes != FLOAT_DEFAULT) float_modes_set(FLOAT_DEFAULT);
+    return modes;
+}
+
+static void float_modes_theirs(uint64_t modes) {
+    if (modes != FLOAT_DEFAULT) float_modes_set(modes);
+}
+
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 
@@ -307,6 +347,7 @@ static bool pool_spin(const pool *p) {
 static void *worker_main(void *arg) {
     worker *w = arg;
     pool *p = w->pool;
+    float_modes_ours(); /* a thread begins with those of the one that made it */
     while (!atomic_load(&p->stop)) {
         if (pool_chunk(p, w->index) || pool_spin(p)) continue;
         pthread_mutex_lock(&p->lock);
@@ -5940,8 +5981,20 @@ struct ds4_engine {
     struct candidate *candidates;
     work_counts work;
     pthread_mutex_t run; /* one pass at a time; also guards the list of sessions */
+    uint64_t caller_modes; /* float_modes of the thread that holds it */
     ds4_session *sessions;
 };
+
+/* Whatever computes does so between these two. */
+static void engine_enter(ds4_engine *e) {
+    pthread_mutex_lock(&e->run);
+    e->caller_modes = float_modes_ours();
+}
+
+static void engine_leave(ds4_engine *e) {
+    float_modes_theirs(e->caller_modes);
+    pthread_mutex_unlock(&e->run);
+}
 
 typedef struct {
     ds4_engine *e;
@@ -7998,10 +8051,10 @@ static void run_cycles(ds4_engine *e, cycle *list, int n) {
 static int run_cycle(cycle *c) {
     ds4_engine *e = c->s->engine;
     if (check_cycle(c)) return -1;
-    pthread_mutex_lock(&e->run);
+    engine_enter(e);
     propose(e, c, 1, DS4_MAX_DRAFT);
     run_cycles(e, c, 1);
-    pthread_mutex_unlock(&e->run);
+    engine_leave(e);
     return c->result;
 }
 
@@ -8286,7 +8339,10 @@ ds4_engine *ds4_engine_new(const ds4_cfg *cfg) {
     e->progress = cfg->progress;
     e->callback_ctx = cfg->callback_ctx;
     e->bos = e->eos = -1;
-    if (engine_start(e, cfg)) {
+    uint64_t modes = float_modes_ours();
+    int bad = engine_start(e, cfg);
+    float_modes_theirs(modes);
+    if (bad) {
         name_if_no_memory(cfg->model_path);
         ds4_engine_free(e);
         return NULL;
@@ -8484,12 +8540,12 @@ static ds4_session *session_new(ds4_engine *e, int ctx) {
         goto bad;
     for (int i = 0; i < c->n_layers + (e->model->has_head ? 1 : 0); i++)
         if (cache_new(&s->caches[i], c, c->ratio[i], s->ctx, session_slack(e), e->kv_type)) goto bad;
-    pthread_mutex_lock(&e->run);
+    engine_enter(e);
     s->next = e->sessions;
     s->link = &e->sessions;
     if (s->next) s->next->link = &s->next;
     e->sessions = s;
-    pthread_mutex_unlock(&e->run);
+    engine_leave(e);
     return s;
 bad:
     snprintf(what, sizeof what, "a session of %d tokens", ctx);
@@ -8512,12 +8568,12 @@ ds4_session *ds4_engine_open_session_ctx(ds4_engine *e, int ctx) {
 
 void ds4_session_free(ds4_session *s) {
     if (!s) return;
-    pthread_mutex_lock(&s->engine->run);
+    engine_enter(s->engine);
     if (s->link) {
         *s->link = s->next;
         if (s->next) s->next->link = s->link;
     }
-    pthread_mutex_unlock(&s->engine->run);
+    engine_leave(s->engine);
     for (int i = 0; s->caches && i <= s->engine->model->c.n_layers; i++) cache_free(&s->caches[i]);
     sampler_free(&s->by);
     lookup_free(s->lookup);
@@ -8569,11 +8625,11 @@ int ds4_session_head_logits(ds4_session *s, int from, int to, float *out) {
     int oldest = max_int(s->written - s->stream_ring, s->streams_from);
     int first = oldest > 0 ? oldest + s->stream_need - 1 : 0;
     if (from < first) return fail("head rows from %d: rows from %d on can still be made", from, first);
-    pthread_mutex_lock(&e->run);
+    engine_enter(e);
     head_catch_up(s, from);
     head_rows(s, from, to, out);
     s->head_to = max_int(s->head_to, to);
-    pthread_mutex_unlock(&e->run);
+    engine_leave(e);
     return 0;
 }
 
@@ -8584,7 +8640,7 @@ int ds4_session_draft(ds4_session *s, int token, int k, float *out) {
     if (check_token(s, token)) return -1;
     if (k < 0 || k > DS4_MAX_DRAFT) return fail("%d drafts; expected 0 to %d", k, DS4_MAX_DRAFT);
     if (s->position == 0) return 0;
-    pthread_mutex_lock(&e->run);
+    engine_enter(e);
     head_catch_up(s, s->position - 1);
     for (int next = token; n < min_int(k, s->ctx - s->position - 1) && next >= 0; n++) {
         if (n && ds4_session_is_stop(s, next)) break;
@@ -8596,7 +8652,7 @@ int ds4_session_draft(ds4_session *s, int token, int k, float *out) {
     int pending = s->pending; /* it moved nothing */
     session_settle(s);
     s->pending = pending;
-    pthread_mutex_unlock(&e->run);
+    engine_leave(e);
     return n;
 }
 
@@ -8609,10 +8665,10 @@ const float *ds4_session_logits(ds4_session *s) {
     }
     int V = e->model->c.n_vocab;
     if (s->logits_row < 0) {
-        pthread_mutex_lock(&e->run);
+        engine_enter(e);
         output_logits(e, session_streams(s, s->position - 1), 1, &e->model->collapse, e->model->output_norm, s->logits);
         bool finite = e->dev.k->all_finite(V, s->logits);
-        pthread_mutex_unlock(&e->run);
+        engine_leave(e);
         if (!finite) {
             session_non_finite(s->position - 1);
             return NULL;
@@ -8633,16 +8689,20 @@ const float *ds4_session_step_logits(ds4_session *s, int i) {
 
 int ds4_session_argmax(ds4_session *s) {
     const float *z = ds4_session_logits(s);
-    return z ? (int)s->engine->dev.k->argmax(s->engine->model->c.n_vocab, z) : -1;
+    if (!z) return -1;
+    engine_enter(s->engine);
+    int token = (int)s->engine->dev.k->argmax(s->engine->model->c.n_vocab, z);
+    engine_leave(s->engine);
+    return token;
 }
 
 /* A choice for the session's position by b, whose counts are those of this session. */
 static int choose_next(ds4_session *s, sampler *b) {
     const float *z = ds4_session_logits(s);
     if (!z) return -1;
-    pthread_mutex_lock(&s->engine->run);
+    engine_enter(s->engine);
     int token = choose(s, b, z, s->position, FOR_TOKEN);
-    pthread_mutex_unlock(&s->engine->run);
+    engine_leave(s->engine);
     return token;
 }
 
@@ -8681,7 +8741,7 @@ int ds4_session_top_logprobs(ds4_session *s, int n, ds4_logprob *out) {
     if (!z) return -1;
     if (n < 0) return fail("%d logprobs asked for; expected 0 or more", n);
     n = min_int(n, V);
-    pthread_mutex_lock(&e->run);
+    engine_enter(e);
     double total = log_sum_exp(z, V);
     for (int i = 0; i < V; i++) e->candidates[i] = (candidate){z[i], i};
     candidates_heap(e->candidates, V);
@@ -8689,13 +8749,17 @@ int ds4_session_top_logprobs(ds4_session *s, int n, ds4_logprob *out) {
         out[i] = (ds4_logprob){e->candidates[0].id, (float)((double)e->candidates[0].logit - total)};
         take_best(e->candidates, V - i);
     }
-    pthread_mutex_unlock(&e->run);
+    engine_leave(e);
     return n;
 }
 
 double ds4_session_logprob(ds4_session *s, int token) {
     const float *z = ds4_session_logits(s);
-    return z && !check_token(s, token) ? (double)z[token] - log_sum_exp(z, s->engine->model->c.n_vocab) : (double)NAN;
+    if (!z || check_token(s, token)) return (double)NAN;
+    engine_enter(s->engine);
+    double logprob = (double)z[token] - log_sum_exp(z, s->engine->model->c.n_vocab);
+    engine_leave(s->engine);
+    return logprob;
 }
 
 int ds4_session_rewind(ds4_session *s, int position) {
@@ -8819,7 +8883,7 @@ int ds4_batch_step(ds4_engine *e, ds4_batch_item *items, int n) {
     if (n < 0 || n > e->s.rows) return fail("a batch of %d sessions; expected 0 to %d (prefill_chunk)", n, e->s.rows);
     for (int i = 0; i < n; i++)
         if (check_item(e, items, i)) return -1;
-    pthread_mutex_lock(&e->run);
+    engine_enter(e);
     int steps = 0, rows = n, result = 0;
     for (int i = 0; i < n; i++) {
         ds4_batch_item *it = &items[i];
@@ -8840,7 +8904,7 @@ int ds4_batch_step(ds4_engine *e, ds4_batch_item *items, int n) {
         run_cycles(e, e->cycles, n);
         for (int i = 0; i < n; i++) item_done(&items[i], &e->cycles[i]);
     }
-    pthread_mutex_unlock(&e->run);
+    engine_leave(e);
     return result;
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import itertools
+import platform
 import re
 import signal
 import subprocess
@@ -563,6 +565,30 @@ def test_threads_equal_solo(engine: Engine) -> None:
     for t in threads:
         t.join()
     assert [together[i] for i in range(8)] == solo
+
+
+def test_the_callers_rounding_changes_nothing() -> None:
+    """A thread may have set how its processor rounds, before the engine's threads are made or after; that stays its own."""
+    libm, up = ctypes.CDLL("libm.so.6"), {"x86_64": 0x800, "aarch64": 0x400000}[platform.machine()]
+
+    def everything(opened_with: int, used_with: int) -> list[object]:
+        try:
+            assert libm.fesetround(opened_with) == 0
+            with Engine(*PAIR, threads=2, ctx=256, prefill_chunk=32) as engine:
+                assert libm.fesetround(used_with) == 0
+                session = Session(engine)
+                out: list[object] = [session.generate(TEXT * 4, max_tokens=20, temperature=0.8, seed=5, speculative_depth=2).tokens]
+                out += [session.logits().tobytes(), session.argmax(), session.logprob(7), session.top_logprobs(4), session.sample()]
+                out += [session.draft(7, 3).tobytes(), session.snapshot()]
+                session.rewind(session.position - 1)
+                out += [session.logits().tobytes(), session.head_logits(session.position - 4, session.position - 2).tobytes()]
+                assert libm.fegetround() == used_with
+                return out
+        finally:
+            libm.fesetround(0)
+
+    plain = everything(0, 0)
+    assert everything(0, up) == plain and everything(up, 0) == plain
 
 
 def test_one_session_from_two_threads(engine: Engine) -> None:
