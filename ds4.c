@@ -2166,14 +2166,19 @@ INLINE_256 void natural_order_256(int64_t n, const int8_t *q, int8_t *to) {
     }
 }
 
-/* A block of 256 weights in the order of act_offset, half of each part at a time: unsigned bytes (Q3_K: 4 too large, Q6_K: 32);
- * for IQ2_XXS, whose bytes are magnitudes, bytes of their signs; a scale for every pair of bytes; and a minimum for each 16
- * values, or where values are too large their excess * scale, which belongs to the same sum. */
+/* What belongs to a whole block of 256 weights: a scale for every pair of bytes of a pair of half parts; a minimum for each 16 values,
+ * or where values are too large their excess * scale, which belongs to the same sum; and the signs of IQ2_XXS, a byte for each 8
+ * weights, by halves those of two runs, then of the other two, all of it twice. */
 typedef struct {
-    __m256i w[4][2], sign[4][2];
     __m256i scale[2][2]; /* [half][parts 0 and 1, or 2 and 3] */
-    __m256i min;
+    __m256i min, signs[2];
 } wblock256;
+
+/* Half of a part, in the order of act_offset: unsigned bytes (Q3_K: 4 too large, Q6_K: 32), or for IQ2_XXS magnitudes, and bytes
+ * that have the signs and are not 0. */
+typedef struct {
+    __m256i w, sign;
+} wpart256;
 
 INLINE_256 __m256i each_64(const uint8_t *p) { return _mm256_set1_epi64x((long long)load_u64(p)); }
 
@@ -2197,38 +2202,6 @@ INLINE_256 void spread_wide_scales_256(__m128i s, wblock256 *u) {
     }
 }
 
-/* The 2-bit values of Q2_K and Q3_K. */
-INLINE_256 void two_bits_256(const uint8_t *p, wblock256 *u) {
-    UNROLL for (int i = 0; i < 8; i++) u->w[i / 2][i % 2] = _mm256_and_si256(
-        _mm256_srlv_epi64(each_64(p + 32 * (i % 2) + 8 * (i / 2)), _mm256_setr_epi64x(0, 2, 4, 6)), _mm256_set1_epi8(3));
-}
-
-/* The 4-bit values of Q4_K and Q5_K. */
-INLINE_256 void four_bits_256(const uint8_t *p, wblock256 *u) {
-    UNROLL for (int i = 0; i < 8; i++) {
-        const uint8_t *at = p + 64 * (i % 2) + 8 * (i / 2);
-        const __m256i v = _mm256_blend_epi32(each_64(at), each_64(at + 32), 0xf0);
-        u->w[i / 2][i % 2] = _mm256_and_si256(_mm256_srlv_epi64(v, _mm256_setr_epi64x(0, 4, 0, 4)), _mm256_set1_epi8(15));
-    }
-}
-
-/* One more bit of each value, bit r of byte i for value i of run r, to bit `to`. */
-INLINE_256 void add_bits_256(const uint8_t *p, int to, wblock256 *u) {
-    UNROLL for (int i = 0; i < 8; i++) {
-        const __m256i run = _mm256_add_epi64(_mm256_setr_epi64x(0, 1, 2, 3), _mm256_set1_epi64x(4 * (i % 2)));
-        const __m256i bit = _mm256_and_si256(_mm256_srlv_epi64(each_64(p + 8 * (i / 2)), run), _mm256_set1_epi8(1));
-        u->w[i / 2][i % 2] = _mm256_or_si256(u->w[i / 2][i % 2], _mm256_slli_epi16(bit, to));
-    }
-}
-
-/* Q2_K's scales and minimums, 4 bits each. */
-INLINE_256 void unpack_q2_k_256(const uint8_t *b, wblock256 *u) {
-    const __m128i s = _mm_loadu_si128((const void *)b), low = _mm_set1_epi8(15);
-    spread_scales_256(_mm_and_si128(s, low), u);
-    u->min = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(s, 4), low));
-    two_bits_256(b + 16, u);
-}
-
 /* Q3_K's 16 scales of 6 bits (unpack_q3_k), as signed bytes. */
 INLINE_256 __m128i q3_k_scales(const uint8_t *s) {
     const uint32_t lo = 0x0f0f0f0f, hi = 0x30303030, a = load_u32(s), b = load_u32(s + 4), c = load_u32(s + 8);
@@ -2237,45 +2210,12 @@ INLINE_256 __m128i q3_k_scales(const uint8_t *s) {
     return _mm_sub_epi8(v, _mm_set1_epi8(32));
 }
 
-INLINE_256 void unpack_q3_k_256(const uint8_t *b, wblock256 *u) {
-    const __m128i scale = q3_k_scales(b + 96);
-    spread_scales_256(scale, u);
-    u->min = _mm256_slli_epi16(_mm256_cvtepi8_epi16(scale), 2);
-    two_bits_256(b + 32, u);
-    add_bits_256(b, 2, u);
-}
-
 /* The scales of Q4_K and Q5_K (unpack_k_scales), 8 bytes; their minimums, each twice, as int16. */
 INLINE_256 __m128i k_scales(const uint8_t *s, __m256i *min) {
     const uint32_t a = load_u32(s), b = load_u32(s + 4), c = load_u32(s + 8);
     const __m128i m = _mm_setr_epi32((int)(b & 0x3f3f3f3f), (int)((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)), 0, 0);
     *min = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(m, m));
     return _mm_setr_epi32((int)(a & 0x3f3f3f3f), (int)((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)), 0, 0);
-}
-
-INLINE_256 void unpack_q4_k_256(const uint8_t *b, wblock256 *u) {
-    spread_wide_scales_256(k_scales(b + 4, &u->min), u);
-    four_bits_256(b + 16, u);
-}
-
-INLINE_256 void unpack_q5_k_256(const uint8_t *b, wblock256 *u) {
-    spread_wide_scales_256(k_scales(b + 4, &u->min), u);
-    four_bits_256(b + 48, u);
-    add_bits_256(b + 16, 4, u);
-}
-
-INLINE_256 void unpack_q6_k_256(const uint8_t *b, wblock256 *u) {
-    const __m128i scale = _mm_loadu_si128((const void *)(b + 192));
-    spread_scales_256(scale, u);
-    u->min = _mm256_slli_epi16(_mm256_cvtepi8_epi16(scale), 5);
-    UNROLL for (int i = 0; i < 8; i++) {
-        const uint8_t *at = b + 64 * (i % 2) + 8 * (i / 2);
-        const __m256i v =
-            _mm256_srlv_epi64(_mm256_blend_epi32(each_64(at), each_64(at + 32), 0xcc), _mm256_setr_epi64x(0, 0, 4, 4));
-        const __m256i high = _mm256_srlv_epi64(each_64(b + 128 + 32 * (i % 2) + 8 * (i / 2)), _mm256_setr_epi64x(0, 2, 4, 6));
-        u->w[i / 2][i % 2] = _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi8(15)),
-                                             _mm256_slli_epi16(_mm256_and_si256(high, _mm256_set1_epi8(3)), 4));
-    }
 }
 
 /* IQ2_XXS's 8 words of signs and scale to signs, a byte for each 8 weights: first 14 bits come to each 16, then 7 to each 8. The
@@ -2290,17 +2230,60 @@ INLINE_256 __m256i iq2_signs_256(__m256i words) {
     return _mm256_or_si256(sign, _mm256_shuffle_epi8(odd, folded));
 }
 
-/* What a block of IQ2_XXS says of its runs, by halves: signs, a byte for each 8 weights of two runs, then of the other two, all of
- * it twice; and scales, 1 + 2 * the top four bits, in each of a run's four 16-bit words. */
-INLINE_256 void iq2_runs_256(const uint8_t *b, __m256i signs[2], __m256i scale[2]) {
+/* IQ2_XXS: signs; scales, 1 + 2 * the top four bits. */
+INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock256 *u) {
     const __m256 lo = _mm256_loadu_ps((const void *)(b + 2)), hi = _mm256_loadu_ps((const void *)(b + 34));
     const __m256i words = _mm256_castps_si256(_mm256_shuffle_ps(lo, hi, 0xdd)); /* of runs 0 1 4 5 2 3 6 7 */
     const __m256i sign = iq2_signs_256(words), top = _mm256_or_si256(_mm256_srli_epi32(words, 27), _mm256_set1_epi32(1));
     const __m128i to = _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 4, 5, 4, 5, 4, 5, 4, 5);
-    signs[0] = _mm256_unpacklo_epi32(sign, sign);
-    signs[1] = _mm256_unpackhi_epi32(sign, sign);
-    UNROLL for (int h = 0; h < 2; h++) scale[h] =
+    u->signs[0] = _mm256_unpacklo_epi32(sign, sign);
+    u->signs[1] = _mm256_unpackhi_epi32(sign, sign);
+    UNROLL for (int h = 0; h < 2; h++) u->scale[h][0] = u->scale[h][1] =
         _mm256_shuffle_epi8(top, _mm256_broadcastsi128_si256(_mm_add_epi8(to, _mm_set1_epi8((char)(8 * h)))));
+}
+
+INLINE_256 void unpack_256(uint32_t type, const uint8_t *b, wblock256 *u) {
+    if (type == T_Q4_K || type == T_Q5_K) {
+        spread_wide_scales_256(k_scales(b + 4, &u->min), u);
+    } else if (type == T_Q2_K) { /* scales and minimums of 4 bits */
+        const __m128i s = _mm_loadu_si128((const void *)b), low = _mm_set1_epi8(15);
+        spread_scales_256(_mm_and_si128(s, low), u);
+        u->min = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(s, 4), low));
+    } else if (type == T_IQ2_XXS) {
+        unpack_iq2_xxs_256(b, u);
+    } else { /* Q3_K and Q6_K */
+        const __m128i scale = type == T_Q3_K ? q3_k_scales(b + 96) : _mm_loadu_si128((const void *)(b + 192));
+        spread_scales_256(scale, u);
+        u->min = _mm256_slli_epi16(_mm256_cvtepi8_epi16(scale), type == T_Q3_K ? 2 : 5);
+    }
+}
+
+/* Half h of part c of 2-bit values. */
+INLINE_256 __m256i two_bits_256(const uint8_t *p, int c, int h) {
+    return _mm256_and_si256(_mm256_srlv_epi64(each_64(p + 32 * h + 8 * c), _mm256_setr_epi64x(0, 2, 4, 6)),
+                            _mm256_set1_epi8(3));
+}
+
+/* Of the 4-bit values of Q4_K and Q5_K. */
+INLINE_256 __m256i four_bits_256(const uint8_t *p, int c, int h) {
+    const uint8_t *at = p + 64 * h + 8 * c;
+    const __m256i v = _mm256_blend_epi32(each_64(at), each_64(at + 32), 0xf0);
+    return _mm256_and_si256(_mm256_srlv_epi64(v, _mm256_setr_epi64x(0, 4, 0, 4)), _mm256_set1_epi8(15));
+}
+
+/* Of Q6_K's values, whose runs come in another order. */
+INLINE_256 __m256i six_bits_256(const uint8_t *b, int c, int h) {
+    const uint8_t *at = b + 64 * h + 8 * c;
+    const __m256i v = _mm256_blend_epi32(each_64(at), each_64(at + 32), 0xcc);
+    const __m256i low = _mm256_and_si256(_mm256_srlv_epi64(v, _mm256_setr_epi64x(0, 0, 4, 4)), _mm256_set1_epi8(15));
+    return _mm256_or_si256(low, _mm256_slli_epi16(two_bits_256(b + 128, c, h), 4));
+}
+
+/* One more bit of each value, bit r of byte i for value i of run r, to bit `to`. */
+INLINE_256 __m256i add_bit_256(__m256i w, const uint8_t *p, int to, int c, int h) {
+    const __m256i run = _mm256_add_epi64(_mm256_setr_epi64x(0, 1, 2, 3), _mm256_set1_epi64x(4 * h));
+    const __m256i bit = _mm256_and_si256(_mm256_srlv_epi64(each_64(p + 8 * c), run), _mm256_set1_epi8(1));
+    return _mm256_or_si256(w, _mm256_slli_epi16(bit, to));
 }
 
 /* Two code words' magnitudes. */
@@ -2309,54 +2292,30 @@ INLINE_256 __m128i iq2_pair_256(uint8_t first, uint8_t second) {
     return _mm_castpd_si128(_mm_loadh_pd(_mm_castsi128_pd(v), (const void *)&iq2_grid[second]));
 }
 
-/* Part c of a half whose runs begin at b: magnitudes, and bytes of their signs, none of them 0: a weight's bit of the signs, and
- * what makes it 128. Of two code words one is a load and one a shift, so that neither have to wait. */
-INLINE_256 void iq2_part_256(const uint8_t *b, int c, __m256i signs, __m256i *w, __m256i *sign) {
+/* Part c of a half of IQ2_XXS whose runs begin at b. A sign is a weight's bit of the signs, and what makes it 128. Of two code words
+ * one is a load and one a shift, so that neither have to wait. */
+INLINE_256 wpart256 iq2_part_256(const uint8_t *b, int c, __m256i signs) {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u), rest = _mm256_set1_epi64x(0x01406070787c7e7f);
     const __m256i word = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808); /* of each 128 bits, for part 0 */
+    const __m256i s = _mm256_shuffle_epi8(signs, _mm256_add_epi8(word, _mm256_set1_epi8((char)c)));
     __m128i v[2];
     UNROLL for (int i = 0; i < 2; i++) v[i] = iq2_pair_256(b[16 * i + c], (uint8_t)(load_u32(b + 16 * i + 8) >> 8 * c));
-    *w = _mm256_inserti128_si256(_mm256_castsi128_si256(v[0]), v[1], 1);
-    const __m256i s = _mm256_shuffle_epi8(signs, _mm256_add_epi8(word, _mm256_set1_epi8((char)c)));
-    *sign = _mm256_add_epi8(_mm256_and_si256(s, bit), rest);
+    return (wpart256){_mm256_inserti128_si256(_mm256_castsi128_si256(v[0]), v[1], 1),
+                      _mm256_add_epi8(_mm256_and_si256(s, bit), rest)};
 }
 
-INLINE_256 void unpack_iq2_xxs_256(const uint8_t *b, wblock256 *u) {
-    __m256i signs[2], scale[2];
-    iq2_runs_256(b, signs, scale);
-    UNROLL for (int h = 0; h < 2; h++) {
-        UNROLL for (int c = 0; c < 4; c++) iq2_part_256(b + 2 + 32 * h, c, signs[h], &u->w[c][h], &u->sign[c][h]);
-        u->scale[h][0] = u->scale[h][1] = scale[h];
-    }
-}
-
-/* A block of IQ2_XXS against one row, part by part as it is unpacked. */
-INLINE_256 __m256i iq2_dot_256(const uint8_t *b, const int8_t *q) {
-    __m256i signs[2], scale[2], dot = _mm256_setzero_si256();
-    iq2_runs_256(b, signs, scale);
-    UNROLL for (int h = 0; h < 2; h++) {
-        __m256i p[4];
-        UNROLL for (int c = 0; c < 4; c++) {
-            __m256i w, sign;
-            iq2_part_256(b + 2 + 32 * h, c, signs[h], &w, &sign);
-            p[c] = _mm256_maddubs_epi16(w, _mm256_sign_epi8(_mm256_loadu_si256((const void *)(q + 64 * c + 32 * h)), sign));
-        }
-        dot = _mm256_add_epi32(dot, _mm256_madd_epi16(_mm256_add_epi16(p[0], p[1]), scale[h]));
-        dot = _mm256_add_epi32(dot, _mm256_madd_epi16(_mm256_add_epi16(p[2], p[3]), scale[h]));
-        IN_ORDER(dot);
-    }
-    return dot;
-}
-
-INLINE_256 void unpack_256(uint32_t type, const uint8_t *b, wblock256 *u) {
+/* Half h of part c of the block at b. Parts are unpacked as they are needed: all of them are more than there are registers. */
+INLINE_256 wpart256 part_256(uint32_t type, const uint8_t *b, const wblock256 *u, int c, int h) {
+    wpart256 p = {_mm256_setzero_si256(), _mm256_setzero_si256()};
     switch (type) {
-    case T_Q2_K: unpack_q2_k_256(b, u); break;
-    case T_Q3_K: unpack_q3_k_256(b, u); break;
-    case T_Q4_K: unpack_q4_k_256(b, u); break;
-    case T_Q5_K: unpack_q5_k_256(b, u); break;
-    case T_Q6_K: unpack_q6_k_256(b, u); break;
-    default: unpack_iq2_xxs_256(b, u); break;
+    case T_Q2_K: p.w = two_bits_256(b + 16, c, h); break;
+    case T_Q3_K: p.w = add_bit_256(two_bits_256(b + 32, c, h), b, 2, c, h); break;
+    case T_Q4_K: p.w = four_bits_256(b + 16, c, h); break;
+    case T_Q5_K: p.w = add_bit_256(four_bits_256(b + 48, c, h), b + 16, 4, c, h); break;
+    case T_Q6_K: p.w = six_bits_256(b, c, h); break;
+    default: p = iq2_part_256(b + 2 + 32 * h, c, u->signs[h]); break;
     }
+    return p;
 }
 
 /* The sums of 4 vectors, that of v[b] in lane b. */
@@ -2372,29 +2331,36 @@ INLINE_256 __m256i low_words_256(__m256i v) { return _mm256_and_si256(v, _mm256_
 /* A block of weights against J rows of activations, before lanes are summed. No 16-bit sum of products saturates: two pairs of
  * Q6_K reach 4 * 63 * 127, two of IQ2_XXS 4 * 43 * 127. With AVX-VNNI sums have 32 bits, and where they fit in 16, the low word of
  * each is scaled: eight products of Q5_K reach 8 * 31 * 127. */
-INLINE_256 void block_dots_256(uint32_t type, const bool vnni, const int J, const wblock256 *u, const int8_t *const *q,
+INLINE_256 void block_dots_256(uint32_t type, const bool vnni, const int J, const uint8_t *w, const int8_t *const *q,
                                const int16_t *const *sum, __m256i *dot, __m256i *min) {
     const bool by_bytes = vnni && type != T_Q6_K && type != T_IQ2_XXS;
+    wblock256 u;
+    unpack_256(type, w, &u);
     UNROLL for (int j = 0; j < J; j++) dot[j] = _mm256_setzero_si256();
     UNROLL for (int i = 0; i < 4; i++) {
         const int h = i / 2, p = i % 2; /* half, pair of parts */
-        const __m256i scale = by_bytes ? low_words_256(u->scale[h][p]) : u->scale[h][p];
+        wpart256 first = part_256(type, w, &u, 2 * p, h), second = part_256(type, w, &u, 2 * p + 1, h);
+        if (J > 1) {
+            IN_ORDER(first.w);
+            IN_ORDER(second.w);
+        }
+        const __m256i scale = by_bytes ? low_words_256(u.scale[h][p]) : u.scale[h][p];
         UNROLL for (int j = 0; j < J; j++) {
             __m256i a = _mm256_loadu_si256((const void *)(q[j] + 128 * p + 32 * h));
             __m256i b = _mm256_loadu_si256((const void *)(q[j] + 128 * p + 32 * h + 64));
             if (type == T_IQ2_XXS) {
-                a = _mm256_sign_epi8(a, u->sign[2 * p][h]);
-                b = _mm256_sign_epi8(b, u->sign[2 * p + 1][h]);
+                a = _mm256_sign_epi8(a, first.sign);
+                b = _mm256_sign_epi8(b, second.sign);
             }
-            if (by_bytes) a = add_bytes_256(add_bytes_256(_mm256_setzero_si256(), u->w[2 * p][h], a), u->w[2 * p + 1][h], b);
-            else a = _mm256_add_epi16(_mm256_maddubs_epi16(u->w[2 * p][h], a), _mm256_maddubs_epi16(u->w[2 * p + 1][h], b));
+            if (by_bytes) a = add_bytes_256(add_bytes_256(_mm256_setzero_si256(), first.w, a), second.w, b);
+            else a = _mm256_add_epi16(_mm256_maddubs_epi16(first.w, a), _mm256_maddubs_epi16(second.w, b));
             dot[j] = add_words_256(vnni, dot[j], a, scale);
             IN_ORDER(dot[j]);
         }
     }
     if (!type_has_min(type) && !type_has_offset(type)) return;
     UNROLL for (int j = 0; j < J; j++) {
-        const __m256i s = _mm256_madd_epi16(u->min, _mm256_loadu_si256((const void *)sum[j]));
+        const __m256i s = _mm256_madd_epi16(u.min, _mm256_loadu_si256((const void *)sum[j]));
         if (type_has_min(type)) min[j] = s;
         else dot[j] = _mm256_sub_epi32(dot[j], s);
     }
@@ -2425,20 +2391,14 @@ INLINE_256 void add_blocks_256(uint32_t type, const uint8_t *b, const __m256i *d
 /* Block b of J rows of activations against the weights at w: the i-th of four whose sums are joined later. */
 INLINE_256 void few_dots_256(uint32_t type, const bool vnni, const int J, const uint8_t *w, const tile_acts *x, int64_t b,
                              int i, __m256i (*dot)[4], __m256i (*min)[4]) {
-    wblock256 u;
     __m256i d[FEW_256], m[FEW_256];
     const int8_t *q[FEW_256];
     const int16_t *sum[FEW_256];
-    if (type == T_IQ2_XXS && J == 1) {
-        dot[0][i] = iq2_dot_256(w, x->q[0] + b * 256);
-        return;
-    }
     UNROLL for (int j = 0; j < J; j++) {
         q[j] = x->q[j] + b * 256;
         sum[j] = x->sum[j] + b * 16;
     }
-    unpack_256(type, w, &u);
-    block_dots_256(type, vnni, J, &u, q, sum, d, m);
+    block_dots_256(type, vnni, J, w, q, sum, d, m);
     UNROLL for (int j = 0; j < J; j++) {
         dot[j][i] = d[j];
         if (type_has_min(type)) min[j][i] = m[j];
@@ -2496,16 +2456,18 @@ INLINE_256 __m256i vnni_scale_256(uint32_t type, __m256i pair) {
 INLINE_256 void pack_block_256(uint32_t type, const bool vnni, const uint8_t *const *w, int64_t at, __m256i (*to)[8],
                                __m256i (*scale)[2], __m256i *min) {
     wblock256 u[SIDE];
-    __m256i v[SIDE], words[8];
-    for (int o = 0; o < SIDE; o++) unpack_256(type, w[o] + at, &u[o]);
+    __m256i part[4][2][SIDE], v[SIDE], words[8];
+    for (int o = 0; o < SIDE; o++) {
+        unpack_256(type, w[o] + at, &u[o]);
+        UNROLL for (int i = 0; i < 8; i++) {
+            const wpart256 p = part_256(type, w[o] + at, &u[o], i % 4, i / 4);
+            part[i % 4][i / 4][o] =
+                type == T_IQ2_XXS ? _mm256_add_epi8(_mm256_sign_epi8(p.w, p.sign), _mm256_set1_epi8(IQ2_OFFSET)) : p.w;
+        }
+    }
     for (int h = 0; h < 2; h++) {
         for (int c = 0; c < 4; c++) {
-            UNROLL for (int o = 0; o < SIDE; o++) {
-                v[o] = u[o].w[c][h];
-                if (type == T_IQ2_XXS)
-                    v[o] = _mm256_add_epi8(_mm256_sign_epi8(v[o], u[o].sign[c][h]), _mm256_set1_epi8(IQ2_OFFSET));
-            }
-            transpose_256(v, words); /* two words of each of four runs: see act_offset */
+            transpose_256(part[c][h], words); /* two words of each of four runs: see act_offset */
             UNROLL for (int k = 0; k < 8; k++) to[4 * h + k / 2][2 * c + k % 2] = words[k];
         }
         UNROLL for (int o = 0; o < SIDE; o++) v[o] = _mm256_blend_epi32(u[o].scale[h][0], u[o].scale[h][1], 0xaa);
