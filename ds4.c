@@ -2052,19 +2052,12 @@ INLINE_256 __m256 add_lanes_256(__m256i dot, __m256 scale, const float *d, __m25
     return _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(scale, _mm256_loadu_ps(d)), lanes);
 }
 
-/* Sums of products are added up as 16-bit words where eight products fit, 8 * 24 * 127 for MXFP4. */
-INLINE_256 __m256i add_sums_256(uint32_t type, __m256i a, __m256i b) {
-    return type == T_Q8_0 ? _mm256_add_epi32(a, b) : _mm256_add_epi16(a, b);
+/* Of two vectors' lanes, pairs added: (a0+a2, b0+b2, a1+a3, b1+b3) in each half; then quads. */
+INLINE_256 __m256i add_pairs_256(__m256i a, __m256i b) {
+    return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
 }
-
-/* Of two vectors' lanes, pairs added: (a0+a2, b0+b2, a1+a3, b1+b3) in each half. */
-INLINE_256 __m256i add_pairs_256(uint32_t type, __m256i a, __m256i b) {
-    return add_sums_256(type, _mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
-}
-
-INLINE_256 __m256i add_quads_256(uint32_t type, __m256i a, __m256i b) {
-    const __m256i s = add_sums_256(type, _mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
-    return type == T_Q8_0 ? s : _mm256_madd_epi16(s, _mm256_set1_epi16(1));
+INLINE_256 __m256i add_quads_256(__m256i a, __m256i b) {
+    return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
 }
 
 /* A block's weights in natural order, signed bytes or unsigned ones that are too large. */
@@ -2079,42 +2072,79 @@ INLINE_256 __m256i block_256(uint32_t type, const bool vnni, const uint8_t *b) {
     return type == T_Q4_0 ? w : _mm256_shuffle_epi8(e2m1_256(), w);
 }
 
-/* The products of a block's weights u with activations a, summed up by fours, or by twos as 16-bit words. Signed bytes: |w| * (a
- * with the sign of w), whose pairs cannot saturate, 2 * 128 * 127 < 2^15. */
-INLINE_256 __m256i block_sums_256(uint32_t type, const bool vnni, __m256i u, const int8_t *a) {
+/* Most rows of activations that rows of weights are read from end to end for: fewer with AVX-VNNI, from which panels gain more. */
+enum { FEW_256 = 7, FEW_VNNI = 5 };
+
+/* The products of a block's weights u with activations a, Q8_0's, summed up by fours: |w| * (a with the sign of w), whose pairs cannot
+ * saturate, 2 * 128 * 127 < 2^15. */
+INLINE_256 __m256i block_sums_256(const bool vnni, __m256i u, const int8_t *a) {
     const __m256i v = _mm256_loadu_si256((const void *)a);
-    if (type != T_Q8_0) return _mm256_maddubs_epi16(u, v);
     if (vnni) return add_bytes_256(_mm256_setzero_si256(), u, v);
     return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(u), _mm256_sign_epi8(v, u)), _mm256_set1_epi16(1));
 }
 
-/* Most rows of activations that rows of weights are read from end to end for: fewer with AVX-VNNI, from which panels gain more. */
-enum { FEW_256 = 7, FEW_VNNI = 5 };
-
-/* Eight blocks of weights against J rows of activations in natural order, q and ldq bytes on; the integer of block b in lane b. Two
+/* Eight blocks of Q8_0 against J rows of activations in natural order, q and ldq bytes on; the integer of block b in lane b. Two
  * blocks' sums are joined at once, so that few have to be kept. */
-INLINE_256 void eight_dots_256(uint32_t type, const bool vnni, const int J, const uint8_t *w, const int8_t *q, int64_t ldq,
-                               __m256i *dot) {
+INLINE_256 void eight_dots_256(const bool vnni, const int J, const uint8_t *w, const int8_t *q, int64_t ldq, __m256i *dot) {
     __m256i pair[FEW_256], quad[FEW_256][2];
     UNROLL for (int p = 0; p < 4; p++) {
-        const uint8_t *b = w + 2 * p * q32_bytes(type);
-        __m256i u = block_256(type, vnni, b), v = block_256(type, vnni, b + q32_bytes(type));
+        const uint8_t *b = w + 2 * p * q32_bytes(T_Q8_0);
+        __m256i u = block_256(T_Q8_0, vnni, b), v = block_256(T_Q8_0, vnni, b + q32_bytes(T_Q8_0));
         IN_ORDER(u);
         IN_ORDER(v);
         UNROLL for (int j = 0; j < J; j++) {
             const int8_t *a = q + j * ldq + 64 * p;
-            __m256i s = add_pairs_256(type, block_sums_256(type, vnni, u, a), block_sums_256(type, vnni, v, a + 32));
+            __m256i s = add_pairs_256(block_sums_256(vnni, u, a), block_sums_256(vnni, v, a + 32));
             IN_ORDER(s);
             if (p % 2 == 0) pair[j] = s;
-            else quad[j][p / 2] = add_quads_256(type, pair[j], s);
+            else quad[j][p / 2] = add_quads_256(pair[j], s);
         }
     }
     UNROLL for (int j = 0; j < J; j++) dot[j] = _mm256_add_epi32(_mm256_permute2x128_si256(quad[j][0], quad[j][1], 0x20),
                                                                  _mm256_permute2x128_si256(quad[j][0], quad[j][1], 0x31));
 }
 
-/* J rows of activations of n values in natural order: rows of weights are read from end to end, and nothing of them is put in another
- * order. Groups of 8 blocks are the lower and the upper lanes in turn; n is a multiple of 256. */
+/* Two blocks of a 4-bit type, as unsigned bytes that are too large: the first 16 values of each, then the others. */
+INLINE_256 void two_blocks_256(uint32_t type, const uint8_t *b, __m256i w[2]) {
+    const int size = q32_bytes(type);
+    const __m128i first = _mm_loadu_si128((const void *)(b + size - 16));
+    const __m128i second = _mm_loadu_si128((const void *)(b + 2 * size - 16));
+    const __m256i both = _mm256_blend_epi32(_mm256_castsi128_si256(first), _mm256_broadcastsi128_si256(second), 0xf0);
+    const __m256i low = _mm256_set1_epi8(15);
+    w[0] = _mm256_and_si256(both, low);
+    w[1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+    if (type == T_MXFP4) UNROLL for (int i = 0; i < 2; i++) w[i] = _mm256_shuffle_epi8(e2m1_256(), w[i]);
+}
+
+/* As eight_dots_256 for types of 4 bits; activations are in the order of two_blocks_256. Each half of a vector is of a block, and no
+ * sum crosses halves. 16-bit words hold the sums of eight products, 8 * 24 * 127 for MXFP4. */
+INLINE_256 void eight_nibble_dots_256(uint32_t type, const int J, const uint8_t *w, const int8_t *q, int64_t ldq,
+                                      __m256i *dot) {
+    __m256i pair[FEW_256], quad[FEW_256];
+    UNROLL for (int p = 0; p < 4; p++) {
+        __m256i u[2];
+        two_blocks_256(type, w + 2 * p * q32_bytes(type), u);
+        IN_ORDER(u[0]);
+        IN_ORDER(u[1]);
+        UNROLL for (int j = 0; j < J; j++) {
+            const __m256i *a = (const void *)(q + j * ldq + 64 * p);
+            __m256i s = _mm256_add_epi16(_mm256_maddubs_epi16(u[0], _mm256_loadu_si256(a)),
+                                         _mm256_maddubs_epi16(u[1], _mm256_loadu_si256(a + 1)));
+            IN_ORDER(s);
+            if (p % 2 == 0) {
+                pair[j] = s;
+                continue;
+            }
+            s = _mm256_add_epi16(_mm256_unpacklo_epi32(pair[j], s), _mm256_unpackhi_epi32(pair[j], s));
+            s = _mm256_madd_epi16(s, _mm256_set1_epi16(1));
+            if (p == 1) quad[j] = s;
+            else dot[j] = _mm256_permutevar8x32_epi32(add_quads_256(quad[j], s), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+        }
+    }
+}
+
+/* J rows of activations of n values in the order of rows_order_256: rows of weights are read from end to end, and nothing of them is
+ * put in another order. Groups of 8 blocks are the lower and the upper lanes in turn; n is a multiple of 256. */
 INLINE_256 void q32_rows_in_order_256(uint32_t type, const bool vnni, const int J, int64_t n, const uint8_t *w, const int8_t *q,
                                       const tile_acts *x, float *out, size_t ldo) {
     __m256 acc[FEW_256][2];
@@ -2126,7 +2156,8 @@ INLINE_256 void q32_rows_in_order_256(uint32_t type, const bool vnni, const int 
             fetch_ahead(from, 8 * q32_bytes(type));
             const __m256 scale = group_scales_256(type, from);
             __m256i dot[FEW_256];
-            eight_dots_256(type, vnni, J, from, q + 32 * at, n, dot);
+            if (type == T_Q8_0) eight_dots_256(vnni, J, from, q + 32 * at, n, dot);
+            else eight_nibble_dots_256(type, J, from, q + 32 * at, n, dot);
             UNROLL for (int j = 0; j < J; j++) {
                 if (!is_signed_256(type, vnni)) dot[j] = less_excess_256(type, vnni, dot[j], x->sum[j] + 2 * at);
                 acc[j][h] = add_lanes_256(dot[j], scale, x->d[j] + at, acc[j][h]);
@@ -2155,14 +2186,20 @@ INLINE_256 void transpose_256(const __m256i *v, __m256i *to) {
     }
 }
 
-/* A row of activations from the order of act_offset to the natural one; n is a multiple of 256. */
-INLINE_256 void natural_order_256(int64_t n, const int8_t *q, int8_t *to) {
+/* A row of activations from the order of act_offset to the natural one, for types of 4 bits to that of two_blocks_256; n is a
+ * multiple of 256. */
+INLINE_256 void rows_order_256(uint32_t type, int64_t n, const int8_t *q, int8_t *to) {
     for (int64_t b = 0; b < n / 32; b += 8) {
         const int64_t first = b & ~(int64_t)15, step = n / 32 - first < LANES ? 32 : 64;
         __m256i v[8], block[8];
         UNROLL for (int k = 0; k < 8; k++) v[k] = _mm256_loadu_si256((const void *)(q + first * 32 + (b & 15) * 4 + k * step));
         transpose_256(v, block);
-        UNROLL for (int i = 0; i < 8; i++) _mm256_storeu_si256((void *)(to + (b + i) * 32), block[i]);
+        UNROLL for (int i = 0; i < 8; i++) {
+            const __m256i even = block[i & ~1], odd = block[i | 1];
+            const __m256i halves =
+                i % 2 ? _mm256_permute2x128_si256(even, odd, 0x31) : _mm256_permute2x128_si256(even, odd, 0x20);
+            _mm256_storeu_si256((void *)(to + (b + i) * 32), type == T_Q8_0 ? block[i] : halves);
+        }
     }
 }
 
@@ -2651,7 +2688,7 @@ INLINE_256 void q32_products_256(uint32_t type, const bool vnni, TILE_ARGS) {
         return;
     }
     _Alignas(ALIGN) int8_t q[MOST];
-    for (int j = 0; j < m; j++) natural_order_256(n, x->q[j], q + j * n);
+    for (int j = 0; j < m; j++) rows_order_256(type, n, x->q[j], q + j * n);
     switch (m) { /* so that what is kept for each row stays in registers */
     case 1: q32_few_256(type, vnni, 1, n, w, w_stride, n_out, q, x, out, ldo); break;
     case 2: q32_few_256(type, vnni, 2, n, w, w_stride, n_out, q, x, out, ldo); break;
