@@ -262,8 +262,8 @@ bool ds4_session_is_stop(const ds4_session *s, int token);
  * drafter), margin 0 to 1000 or DS4_MARGIN_AUTO. Auto drafts as many tokens as measured times and acceptance say will pay, none
  * included. */
 int ds4_session_set_mtp(ds4_session *s, int draft, float margin);
-/* Prompt lookup: when the last tokens, `longest` (1 to 64) or fewer but at least 2, stand earlier in the session, what followed
- * them is drafted, as far as the draft depth goes; with a head, whichever is likelier to be accepted. 0: off. */
+/* Prompt lookup: when the last tokens, `longest` (1 to 64) or fewer but at least 2 (of 1, that one), stand earlier in the session, what
+ * followed them is drafted, as far as the draft depth goes; with a head, whichever is likelier to be accepted. 0: off. */
 int ds4_session_set_lookup(ds4_session *s, int longest);
 /* Whether the model's head drafts in this session; it does unless told otherwise. -1: there is none to turn on. */
 int ds4_session_set_head(ds4_session *s, bool on);

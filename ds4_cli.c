@@ -1,9 +1,9 @@
 /* ./ds4, the command line: one answer or a chat, and the dumps that scripts and tests read. It uses nothing of the engine
  * but ds4.h.
  *
- * Sections, each using only those above it: 1 messages and small tools, 2 options, 3 text out, 4 the application (model,
- * session, evaluation), 5 prompts, 6 generation and its statistics, 7 dumps and inspection, 8 bench, 9 line editor, 10 chat,
- * 11 main.
+ * Sections, each using only those above it: 1 messages, small tools, files and endings, 2 options, 3 text out, 4 the application
+ * (model, session, evaluation), 5 prompts, 6 generation and its statistics, 7 dumps and inspection, 8 bench, 9 line editor,
+ * 10 chat, 11 main.
  *
  * Failures end the process where they are found, with one line on standard error: misuse() with status 2, fail() with 1. */
 #include "ds4.h"
@@ -25,7 +25,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ---- 1 messages and small tools ------------------------------------------------------------------------------------- */
+/* ---- 1 messages, small tools, files and endings --------------------------------------------------------------------- */
 
 static bool quiet;                     /* --quiet: no notes, no bars */
 static const int ending_signals[] = {SIGHUP, SIGINT, SIGQUIT, SIGPIPE, SIGTERM, SIGXCPU, 0};
