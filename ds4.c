@@ -2330,7 +2330,7 @@ INLINE_256 __m128i iq2_pair_256(uint8_t first, uint8_t second) {
 }
 
 /* Part c of a half of IQ2_XXS whose runs begin at b. A sign is a weight's bit of the signs, and what makes it 128. Of two code words
- * one is a load and one a shift, so that neither have to wait. */
+ * one is a load and one a shift, so that neither has to wait. */
 INLINE_256 wpart256 iq2_part_256(const uint8_t *b, int c, __m256i signs) {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u), rest = _mm256_set1_epi64x(0x01406070787c7e7f);
     const __m256i word = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808); /* of each 128 bits, for part 0 */
