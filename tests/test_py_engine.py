@@ -591,6 +591,21 @@ def test_the_callers_rounding_changes_nothing() -> None:
     assert everything(0, up) == plain and everything(up, 0) == plain
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux alone lists a process's threads")
+def test_signals_stay_with_the_callers_threads() -> None:
+    """The engine's own threads take none but those for their own faults; the caller's mask is what it was."""
+    tasks = Path("/proc/self/task")
+    before, mask = {t.name for t in tasks.iterdir()}, signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with Engine(PAIR[0], threads=3):
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+        own = [t for t in tasks.iterdir() if t.name not in before]
+        assert len(own) == 2
+        for task in own:
+            blocked = int(re.findall(r"SigBlk:\s*([0-9a-f]+)", (task / "status").read_text())[0], 16)
+            assert all(blocked >> number - 1 & 1 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
+            assert not any(blocked >> number - 1 & 1 for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGPROF))
+
+
 def test_one_session_from_two_threads(engine: Engine) -> None:
     """They take turns: nothing is lost or torn."""
     with Session(engine) as session:
