@@ -1733,6 +1733,10 @@ ALWAYS_INLINE void block_tile(uint32_t type, TILE_ARGS) {
 ALWAYS_INLINE void fetch(const uint8_t *w, int64_t ahead, int64_t size) {
     for (int64_t i = 0; i < size; i += 64) __builtin_prefetch((const void *)((uintptr_t)w + (uintptr_t)(ahead + i)));
 }
+/* As far as the second cache. */
+ALWAYS_INLINE void fetch_far(const uint8_t *w, int64_t size) {
+    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch((const void *)((uintptr_t)w + (uintptr_t)i), 0, 2);
+}
 enum { AHEAD = 4096 };
 ALWAYS_INLINE void fetch_ahead(const uint8_t *w, int64_t size) { fetch(w, AHEAD, size); }
 
@@ -2840,105 +2844,135 @@ INLINE_512 void interleave_512(const __m512i r[4], __m512i w[4]) {
     w[3] = _mm512_unpackhi_epi64(c, e);
 }
 
-/* 16 bytes from each of 16 blocks, as four vectors whose lane b is the k-th word of block b. */
-INLINE_512 void gather_words_512(const uint8_t *b, int64_t size, int64_t blocks, __m512i w[4]) {
-    __m512i r[4];
-    for (int i = 0; i < 4; i++) {
-        const uint8_t *p[4];
-        for (int c = 0; c < 4; c++) /* no block beyond the row's last is read: its lanes repeat that one */
-            p[c] = b + size * (4 * c + i < blocks ? 4 * c + i : blocks - 1);
-        r[i] = _mm512_castsi128_si512(_mm_loadu_si128((const void *)p[0]));
-        r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x00f0, _mm_loadu_si128((const void *)p[1]));
-        r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x0f00, _mm_loadu_si128((const void *)p[2]));
-        r[i] = _mm512_mask_broadcast_i32x4(r[i], 0xf000, _mm_loadu_si128((const void *)p[3]));
+/* Where block i of a group is; no block beyond the row's last is read: its lanes repeat that one. */
+ALWAYS_INLINE const uint8_t *block_at(const uint8_t *b, int64_t size, int64_t blocks, int i) {
+    return b + size * (i < blocks ? i : blocks - 1);
+}
+
+/* 16 bytes from each of 16 blocks, as four vectors: part c of vector i is block 4c + i. */
+INLINE_512 void load_quarters_512(const uint8_t *b, int64_t size, int64_t blocks, __m512i r[4]) {
+    UNROLL for (int i = 0; i < 4; i++) {
+        const __m128i *p[4];
+        UNROLL for (int c = 0; c < 4; c++) p[c] = (const void *)block_at(b, size, blocks, 4 * c + i);
+        r[i] = _mm512_castsi128_si512(_mm_loadu_si128(p[0]));
+        r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x00f0, _mm_loadu_si128(p[1]));
+        r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x0f00, _mm_loadu_si128(p[2]));
+        r[i] = _mm512_mask_broadcast_i32x4(r[i], 0xf000, _mm_loadu_si128(p[3]));
     }
-    interleave_512(r, w);
+}
+
+/* 32 bytes from each of 16 blocks, as eight vectors whose lane b is the k-th word of block b. */
+INLINE_512 void gather_words_512(const uint8_t *b, int64_t size, int64_t blocks, __m512i w[8]) {
+    __m512i half[2][4];
+    UNROLL for (int h = 0; h < 2; h++) {
+        __m512i r[4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            const __m256i *low = (const void *)block_at(b, size, blocks, 8 * h + i);
+            const __m256i *high = (const void *)block_at(b, size, blocks, 8 * h + 4 + i);
+            r[i] = _mm512_castsi256_si512(_mm256_loadu_si256(low));
+            r[i] = _mm512_mask_broadcast_i64x4(r[i], 0xf0, _mm256_loadu_si256(high));
+        }
+        interleave_512(r, half[h]);
+    }
+    UNROLL for (int k = 0; k < 4; k++) {
+        w[k] = _mm512_shuffle_i32x4(half[0][k], half[1][k], 0x88);
+        w[k + 4] = _mm512_shuffle_i32x4(half[0][k], half[1][k], 0xdd);
+    }
+}
+
+/* The scales of a group of blocks, which are the first thing in each. */
+INLINE_512 __m512 group_scales_512(uint32_t type, const uint8_t *b, int64_t blocks) {
+    __m512i r[4], first[4];
+    load_quarters_512(b, q32_bytes(type), blocks, r);
+    interleave_512(r, first);
+    if (type != T_MXFP4) return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(first[0]));
+    const __m512i e = _mm512_and_si512(first[0], _mm512_set1_epi32(255)); /* as mxfp4_scale */
+    const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+    const __mmask16 small = _mm512_cmplt_epi32_mask(e, _mm512_set1_epi32(2));
+    return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(normal, small, _mm512_set1_epi32(0x00200000), e));
 }
 
 INLINE_512 void unpack_group_512(uint32_t type, const uint8_t *b, int64_t blocks, group512 *u) {
     const int64_t size = q32_bytes(type);
     if (type == T_Q8_0) {
         gather_words_512(b + 2, size, blocks, u->w);
-        gather_words_512(b + 18, size, blocks, u->w + 4);
-        for (int k = 0; k < 8; k++) u->w[k] = _mm512_xor_si512(u->w[k], _mm512_set1_epi8((char)0x80));
+        UNROLL for (int k = 0; k < 8; k++) u->w[k] = _mm512_xor_si512(u->w[k], _mm512_set1_epi8((char)0x80));
     } else {
         const __m512i low = _mm512_set1_epi8(15);
         const __m512i e2m1 = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-        gather_words_512(b + size - 16, size, blocks, u->w);
-        for (int k = 0; k < 4; k++) {
+        __m512i r[4];
+        load_quarters_512(b + size - 16, size, blocks, r);
+        interleave_512(r, u->w);
+        UNROLL for (int k = 0; k < 4; k++) {
             u->w[k + 4] = _mm512_and_si512(_mm512_srli_epi16(u->w[k], 4), low);
             u->w[k] = _mm512_and_si512(u->w[k], low);
         }
-        for (int k = 0; k < 8 && type == T_MXFP4; k++) u->w[k] = _mm512_shuffle_epi8(e2m1, u->w[k]);
+        UNROLL for (int k = 0; k < 8 && type == T_MXFP4; k++) u->w[k] = _mm512_shuffle_epi8(e2m1, u->w[k]);
     }
-    float scale[LANES] = {0};
-    if (type == T_MXFP4) {
-        for (int64_t i = 0; i < blocks; i++) scale[i] = mxfp4_scale(b[size * i]);
-        u->scale = _mm512_loadu_ps(scale);
-    } else {
-        const __m512i at = _mm512_mullo_epi32(_mm512_set1_epi32((int)size),
-                                              _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-        __m512i s = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), first_lanes(blocks), at, (const void *)b, 1);
-        u->scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(s));
-    }
+    u->scale = group_scales_512(type, b, blocks);
 }
 
 INLINE_512 __m512i load_lanes_512(int64_t lanes, const void *p) {
     return lanes == LANES ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi32(first_lanes(lanes), p);
 }
 
-/* O rows of a 32-value type against J rows of activations, for the group of blocks from b. */
-INLINE_512 void q32_group_512(uint32_t type, const int O, int J, int64_t b, const int64_t blocks, const uint8_t *w,
+/* Two rows of a 32-value type against m rows of activations, for the group of blocks from b. A block's sum is added up in two
+ * halves that do not wait for one another. */
+INLINE_512 void q32_group_512(uint32_t type, int m, int64_t b, const int64_t blocks, const uint8_t *w,
                               size_t w_stride, const tile_acts *x, __m512 acc[2][TILE]) {
-    const int offset = q32_offset(type);
-    const __m512i minus_offset = _mm512_set1_epi16((int16_t)-offset);
+    const __m512i minus_offset = _mm512_set1_epi16((int16_t)-q32_offset(type));
     group512 u[2];
-    UNROLL for (int o = 0; o < O; o++) {
-        fetch_ahead(w + (size_t)o * w_stride, blocks * q32_bytes(type) + 48);
-        unpack_group_512(type, w + (size_t)o * w_stride, blocks, &u[o]);
-    }
-    UNROLL for (int j = 0; j < J; j++) {
+    UNROLL for (int o = 0; o < 2; o++) unpack_group_512(type, w + (size_t)o * w_stride, blocks, &u[o]);
+    for (int j = 0; j < m; j++) {
         const int8_t *q = x->q[j] + b * 32;
         const __m512 scale = _mm512_castsi512_ps(load_lanes_512(blocks, x->d[j] + b));
-        __m512i dot[2];
-        dot[0] = dot[1] = _mm512_madd_epi16(load_lanes_512(blocks, x->sum[j] + 2 * b), minus_offset);
-        UNROLL for (int k = 0; k < 8; k++) {
-            const __m512i v = load_lanes_512(blocks, q + k * 4 * blocks);
-            UNROLL for (int o = 0; o < O; o++) dot[o] = _mm512_dpbusd_epi32(dot[o], u[o].w[k], v);
+        const __m512i start = _mm512_madd_epi16(load_lanes_512(blocks, x->sum[j] + 2 * b), minus_offset);
+        __m512i dot[2] = {start, start}, more[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+        UNROLL for (int k = 0; k < 4; k++) {
+            __m512i v = load_lanes_512(blocks, q + k * 4 * blocks), z = load_lanes_512(blocks, q + (k + 4) * 4 * blocks);
+            __asm__("" : "+v"(v), "+v"(z)); /* once for all outputs */
+            UNROLL for (int o = 0; o < 2; o++) dot[o] = _mm512_dpbusd_epi32(dot[o], u[o].w[k], v);
+            UNROLL for (int o = 0; o < 2; o++) more[o] = _mm512_dpbusd_epi32(more[o], u[o].w[k + 4], z);
         }
-        UNROLL for (int o = 0; o < O; o++) acc[o][j] =
-            _mm512_mask3_fmadd_ps(_mm512_cvtepi32_ps(dot[o]), _mm512_mul_ps(u[o].scale, scale), acc[o][j], first_lanes(blocks));
+        UNROLL for (int o = 0; o < 2; o++) {
+            const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(dot[o], more[o]));
+            acc[o][j] = _mm512_mask3_fmadd_ps(sum, _mm512_mul_ps(u[o].scale, scale), acc[o][j], first_lanes(blocks));
+        }
     }
 }
 
-INLINE_512 void q32_rows_512(uint32_t type, const int O, int J, int64_t n, const uint8_t *w, size_t w_stride,
-                             const tile_acts *x, float *out, size_t ldo) {
-    const int size = q32_bytes(type);
-    __m512 acc[2][TILE];
-    for (int j = 0; j < J; j++) acc[0][j] = acc[1][j] = _mm512_setzero_ps();
-    int64_t b = 0;
-    for (; b + LANES <= n / 32; b += LANES) q32_group_512(type, O, J, b, LANES, w + b * size, w_stride, x, acc);
-    if (b < n / 32) q32_group_512(type, O, J, b, n / 32 - b, w + b * size, w_stride, x, acc);
-    for (int j = 0; j < J; j++)
-        for (int o = 0; o < O; o++) out[(size_t)j * ldo + (size_t)o] = join_512(acc[o][j]);
-}
-
-/* Few rows are compiled for themselves, so that weights and sums stay in registers. */
-INLINE_512 void q32_some_512(uint32_t type, const int O, int64_t n, const uint8_t *w, size_t w_stride, const tile_acts *x,
-                             int m, float *out, size_t ldo) {
-    switch (m) {
-    case 1: q32_rows_512(type, O, 1, n, w, w_stride, x, out, ldo); break;
-    case 2: q32_rows_512(type, O, 2, n, w, w_stride, x, out, ldo); break;
-    case 3: q32_rows_512(type, O, 3, n, w, w_stride, x, out, ldo); break;
-    case 4: q32_rows_512(type, O, 4, n, w, w_stride, x, out, ldo); break;
-    default: q32_rows_512(type, O, m, n, w, w_stride, x, out, ldo); break;
+/* A step is a group of blocks of two rows; step 0 is the first of the tile's first two rows. Into the second cache weights come
+ * 8 KiB before they are used, as many bytes as memory has to have on their way; into the first, which activations fill, 2 KiB. */
+INLINE_512 void q32_fetch_512(uint32_t type, const bool far, int64_t n, const uint8_t *w, size_t w_stride, int n_out, int64_t step) {
+    const int64_t bytes = LANES * q32_bytes(type), steps = (n / 32 + LANES - 1) / LANES, row = step / steps * 2;
+    for (int64_t o = row; o < row + 2 && o < n_out; o++) {
+        const uint8_t *from = w + (size_t)o * w_stride + step % steps * bytes;
+        if (far) fetch_far(from, bytes);
+        else fetch(from, 0, bytes);
     }
 }
 
 INLINE_512 void q32_tile_512(uint32_t type, TILE_ARGS) {
-    int o = 0;
-    for (; o + 2 <= n_out; o += 2) q32_some_512(type, 2, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
-    if (o < n_out) q32_some_512(type, 1, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
+    const int64_t size = q32_bytes(type), far = 8192 / (2 * LANES * size) + 1, near = far / 4;
+    int64_t step = 0;
+    for (; step < far; step++) q32_fetch_512(type, true, n, w, w_stride, n_out, step);
+    for (int o = 0; o < n_out; o += 2) {
+        const int pair = n_out - o < 2 ? 1 : 2;
+        const uint8_t *row = w + (size_t)o * w_stride;
+        const size_t other = pair == 2 ? w_stride : 0;
+        __m512 acc[2][TILE];
+        for (int j = 0; j < m; j++) acc[0][j] = acc[1][j] = _mm512_setzero_ps();
+        for (int64_t b = 0; b < n / 32; b += LANES, step++) {
+            const int64_t left = n / 32 - b;
+            q32_fetch_512(type, true, n, w, w_stride, n_out, step);
+            q32_fetch_512(type, false, n, w, w_stride, n_out, step - far + near);
+            if (left < LANES) q32_group_512(type, m, b, left, row + b * size, other, x, acc);
+            else if (m == 1) q32_group_512(type, 1, b, LANES, row + b * size, other, x, acc);
+            else q32_group_512(type, m, b, LANES, row + b * size, other, x, acc);
+        }
+        for (int j = 0; j < m; j++)
+            for (int k = 0; k < pair; k++) out[(size_t)j * ldo + (size_t)(o + k)] = join_512(acc[k][j]);
+    }
 }
 
 /* A block of 256 weights in the order of act_offset: a part a vector, as unsigned bytes (Q3_K: 4 too large, Q6_K: 32, IQ2_XXS:
