@@ -315,17 +315,21 @@ static inline void cpu_relax(void) {
 
 static bool ticket_open(uint64_t t) { return (t & 0xffff) < (t >> 16 & 0xffff); }
 
-/* Claims and runs one chunk of the job on offer; false when none is left. */
-static bool pool_chunk(pool *p, int thread) {
+/* Claims and runs a share of what is left of the job on offer, at first many chunks at a time, so that a thread goes through memory
+ * in long stretches, and in the end single ones, so that all finish together; false when none is left. */
+static bool pool_claim(pool *p, int thread) {
     uint64_t t = atomic_load(&p->ticket);
+    int64_t first, chunks, share;
     do {
         if (!ticket_open(t)) return false;
-    } while (!atomic_compare_exchange_weak(&p->ticket, &t, t + 1));
-    int64_t begin = (int64_t)(t & 0xffff) * p->grain;
-    int64_t end = begin + p->grain < p->n ? begin + p->grain : p->n;
-    int chunks = (int)(t >> 16 & 0xffff);
-    p->fn(p->ctx, begin, end, thread);
-    if (atomic_fetch_add(&p->done, 1) + 1 == chunks && atomic_load(&p->caller_sleeps)) {
+        first = (int64_t)(t & 0xffff);
+        chunks = (int64_t)(t >> 16 & 0xffff);
+        share = (chunks - first) / (2 * p->threads);
+        if (share < 1) share = 1;
+    } while (!atomic_compare_exchange_weak(&p->ticket, &t, t + (uint64_t)share));
+    int64_t begin = first * p->grain, end = (first + share) * p->grain;
+    p->fn(p->ctx, begin, end < p->n ? end : p->n, thread);
+    if (atomic_fetch_add(&p->done, (int)share) + share == chunks && atomic_load(&p->caller_sleeps)) {
         pthread_mutex_lock(&p->lock);
         pthread_cond_signal(&p->finished);
         pthread_mutex_unlock(&p->lock);
@@ -349,7 +353,7 @@ static void *worker_main(void *arg) {
     pool *p = w->pool;
     float_modes_ours(); /* a thread begins with those of the one that made it */
     while (!atomic_load(&p->stop)) {
-        if (pool_chunk(p, w->index) || pool_spin(p)) continue;
+        if (pool_claim(p, w->index) || pool_spin(p)) continue;
         pthread_mutex_lock(&p->lock);
         atomic_fetch_add(&p->sleepers, 1);
         while (!ticket_open(atomic_load(&p->ticket)) && !atomic_load(&p->stop)) pthread_cond_wait(&p->wake, &p->lock);
@@ -453,7 +457,7 @@ static void pool_run(pool *p, int64_t n, int64_t ns, job_fn fn, void *ctx) {
     uint64_t generation = (atomic_load(&p->ticket) >> 32) + 1;
     atomic_store(&p->ticket, generation << 32 | (uint64_t)chunks << 16);
     if (wake) pool_wake(p);
-    while (pool_chunk(p, 0)) {}
+    while (pool_claim(p, 0)) {}
     pool_finish(p, chunks);
 }
 
