@@ -2848,16 +2848,28 @@ INLINE_512 void interleave_512(const __m512i r[4], __m512i w[4]) {
     w[3] = _mm512_unpackhi_epi64(c, e);
 }
 
-/* Where block i of a group is; no block beyond the row's last is read: its lanes repeat that one. */
-ALWAYS_INLINE const uint8_t *block_at(const uint8_t *b, int64_t size, int64_t blocks, int i) {
-    return b + size * (i < blocks ? i : blocks - 1);
+/* The blocks of a group: eight at most from `low` on for the first lanes, and as many from `high` on for the others. Lanes that have
+ * none repeat the last one. */
+typedef struct {
+    const uint8_t *low, *high;
+    int64_t lows, highs;
+} blocks512;
+
+ALWAYS_INLINE const uint8_t *block_at(blocks512 b, int64_t size, int i) {
+    if (i < 8) return b.low + size * (i < b.lows ? i : b.lows - 1);
+    return b.high + size * (i - 8 < b.highs ? i - 8 : b.highs - 1);
 }
 
-/* 16 bytes from each of 16 blocks, as four vectors: part c of vector i is block 4c + i. */
-INLINE_512 void load_quarters_512(const uint8_t *b, int64_t size, int64_t blocks, __m512i r[4]) {
+/* `blocks` of one row, more than eight. */
+ALWAYS_INLINE blocks512 row_blocks(const uint8_t *w, int64_t size, int64_t blocks) {
+    return (blocks512){w, w + 8 * size, 8, blocks - 8};
+}
+
+/* 16 bytes from each of 16 blocks, from byte `at` of a block on, as four vectors: part c of vector i is block 4c + i. */
+INLINE_512 void load_quarters_512(blocks512 b, int64_t at, int64_t size, __m512i r[4]) {
     UNROLL for (int i = 0; i < 4; i++) {
         const __m128i *p[4];
-        UNROLL for (int c = 0; c < 4; c++) p[c] = (const void *)block_at(b, size, blocks, 4 * c + i);
+        UNROLL for (int c = 0; c < 4; c++) p[c] = (const void *)(block_at(b, size, 4 * c + i) + at);
         r[i] = _mm512_castsi128_si512(_mm_loadu_si128(p[0]));
         r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x00f0, _mm_loadu_si128(p[1]));
         r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x0f00, _mm_loadu_si128(p[2]));
@@ -2865,14 +2877,14 @@ INLINE_512 void load_quarters_512(const uint8_t *b, int64_t size, int64_t blocks
     }
 }
 
-/* 32 bytes from each of 16 blocks, as eight vectors whose lane b is the k-th word of block b. */
-INLINE_512 void gather_words_512(const uint8_t *b, int64_t size, int64_t blocks, __m512i w[8]) {
+/* 32 bytes from each of 16 blocks, from byte `at` of a block on, as eight vectors whose lane b is the k-th word of block b. */
+INLINE_512 void gather_words_512(blocks512 b, int64_t at, int64_t size, __m512i w[8]) {
     __m512i half[2][4];
     UNROLL for (int h = 0; h < 2; h++) {
         __m512i r[4];
         UNROLL for (int i = 0; i < 4; i++) {
-            const __m256i *low = (const void *)block_at(b, size, blocks, 8 * h + i);
-            const __m256i *high = (const void *)block_at(b, size, blocks, 8 * h + 4 + i);
+            const __m256i *low = (const void *)(block_at(b, size, 8 * h + i) + at);
+            const __m256i *high = (const void *)(block_at(b, size, 8 * h + 4 + i) + at);
             r[i] = _mm512_castsi256_si512(_mm256_loadu_si256(low));
             r[i] = _mm512_mask_broadcast_i64x4(r[i], 0xf0, _mm256_loadu_si256(high));
         }
@@ -2885,9 +2897,9 @@ INLINE_512 void gather_words_512(const uint8_t *b, int64_t size, int64_t blocks,
 }
 
 /* The scales of a group of blocks, which are the first thing in each. */
-INLINE_512 __m512 group_scales_512(uint32_t type, const uint8_t *b, int64_t blocks) {
+INLINE_512 __m512 group_scales_512(uint32_t type, blocks512 b) {
     __m512i r[4], first[4];
-    load_quarters_512(b, q32_bytes(type), blocks, r);
+    load_quarters_512(b, 0, q32_bytes(type), r);
     interleave_512(r, first);
     if (type != T_MXFP4) return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(first[0]));
     const __m512i e = _mm512_and_si512(first[0], _mm512_set1_epi32(255)); /* as mxfp4_scale */
@@ -2896,16 +2908,16 @@ INLINE_512 __m512 group_scales_512(uint32_t type, const uint8_t *b, int64_t bloc
     return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(normal, small, _mm512_set1_epi32(0x00200000), e));
 }
 
-INLINE_512 void unpack_group_512(uint32_t type, const uint8_t *b, int64_t blocks, group512 *u) {
+INLINE_512 void unpack_group_512(uint32_t type, blocks512 b, group512 *u) {
     const int64_t size = q32_bytes(type);
     if (type == T_Q8_0) {
-        gather_words_512(b + 2, size, blocks, u->w);
+        gather_words_512(b, 2, size, u->w);
         UNROLL for (int k = 0; k < 8; k++) u->w[k] = _mm512_xor_si512(u->w[k], _mm512_set1_epi8((char)0x80));
     } else {
         const __m512i low = _mm512_set1_epi8(15);
         const __m512i e2m1 = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
         __m512i r[4];
-        load_quarters_512(b + size - 16, size, blocks, r);
+        load_quarters_512(b, size - 16, size, r);
         interleave_512(r, u->w);
         UNROLL for (int k = 0; k < 4; k++) {
             u->w[k + 4] = _mm512_and_si512(_mm512_srli_epi16(u->w[k], 4), low);
@@ -2913,69 +2925,130 @@ INLINE_512 void unpack_group_512(uint32_t type, const uint8_t *b, int64_t blocks
         }
         UNROLL for (int k = 0; k < 8 && type == T_MXFP4; k++) u->w[k] = _mm512_shuffle_epi8(e2m1, u->w[k]);
     }
-    u->scale = group_scales_512(type, b, blocks);
+    u->scale = group_scales_512(type, b);
 }
 
 INLINE_512 __m512i load_lanes_512(int64_t lanes, const void *p) {
     return lanes == LANES ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi32(first_lanes(lanes), p);
 }
 
-/* Two rows of a 32-value type against m rows of activations, for the group of blocks from b. A block's sum is added up in two
- * halves that do not wait for one another. */
-INLINE_512 void q32_group_512(uint32_t type, int m, int64_t b, const int64_t blocks, const uint8_t *w,
-                              size_t w_stride, const tile_acts *x, __m512 acc[2][TILE]) {
+/* What belongs to the lanes of a group, or to eight of them at most, which others repeat. */
+INLINE_512 __m512i load_group_512(const bool twice, int64_t lanes, const void *p) {
+    if (!twice) return load_lanes_512(lanes, p);
+    const __m256i v = lanes == 8 ? _mm256_loadu_si256(p) : _mm256_maskz_loadu_epi32((__mmask8)((1u << lanes) - 1), p);
+    return _mm512_broadcast_i64x4(v);
+}
+
+/* A place is a group of blocks of two rows, in the order of use. */
+typedef struct {
+    int o;
+    int64_t b;
+} place512;
+
+/* Weights come into the second cache 8 KiB before they are used, as many bytes as memory has to have on their way; into the first,
+ * which activations fill, 2 KiB. */
+typedef struct {
+    const uint8_t *w;
+    size_t w_stride;
+    int n_out;
+    int64_t blocks; /* in a row */
+    place512 far, near;
+} ahead512;
+
+INLINE_512 void q32_fetch_512(uint32_t type, const bool far, ahead512 *a) {
+    const int64_t size = q32_bytes(type);
+    place512 *at = far ? &a->far : &a->near;
+    const int64_t left = a->blocks - at->b;
+    for (int o = at->o; o < at->o + 2 && o < a->n_out; o++) {
+        const uint8_t *from = a->w + (size_t)o * a->w_stride + at->b * size;
+        if (far && left > 8) fetch_far(from, LANES * size); /* loops of constant length */
+        else if (far) fetch_far(from, 8 * size);
+        else if (left > 8) fetch(from, 0, LANES * size);
+        else fetch(from, 0, 8 * size);
+    }
+    if (left > LANES) at->b += LANES;
+    else *at = (place512){at->o + 2, 0};
+}
+
+INLINE_512 ahead512 q32_ahead_512(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out) {
+    ahead512 a = {.w = w, .w_stride = w_stride, .n_out = n_out, .blocks = n / 32};
+    for (int64_t bytes = 0; bytes < 8192 && a.far.o < n_out; bytes += 2 * LANES * q32_bytes(type)) {
+        q32_fetch_512(type, true, &a);
+        if (bytes < 2048) q32_fetch_512(type, false, &a);
+    }
+    return a;
+}
+
+/* Two rows of a 32-value type, w and one `other` bytes further on, against m rows of activations, for a group of blocks from b on.
+ * Their sums are acc[j]; for no more than eight blocks lanes 0 to 7 of both rows are side by side, in acc[j][0]. A block adds up in
+ * two halves that do not wait for one another. */
+INLINE_512 void q32_group_512(uint32_t type, const bool half, int m, int64_t b, const int64_t blocks, const uint8_t *w,
+                              size_t other, const tile_acts *x, __m512 acc[TILE][2], ahead512 *ahead) {
+    const int R = half ? 1 : 2;
+    const int64_t size = q32_bytes(type);
+    const __mmask16 mask = half ? (__mmask16)(((1u << blocks) - 1) * 0x101) : first_lanes(blocks);
     const __m512i minus_offset = _mm512_set1_epi16((int16_t)-q32_offset(type));
     group512 u[2];
-    UNROLL for (int o = 0; o < 2; o++) unpack_group_512(type, w + (size_t)o * w_stride, blocks, &u[o]);
+    q32_fetch_512(type, true, ahead);
+    if (half) unpack_group_512(type, (blocks512){w, w + other, blocks, blocks}, &u[0]);
+    else
+        UNROLL for (int o = 0; o < 2; o++) unpack_group_512(type, row_blocks(w + (o ? other : 0), size, blocks), &u[o]);
+    q32_fetch_512(type, false, ahead);
     for (int j = 0; j < m; j++) {
         const int8_t *q = x->q[j] + b * 32;
-        const __m512 scale = _mm512_castsi512_ps(load_lanes_512(blocks, x->d[j] + b));
-        const __m512i start = _mm512_madd_epi16(load_lanes_512(blocks, x->sum[j] + 2 * b), minus_offset);
+        const __m512 scale = _mm512_castsi512_ps(load_group_512(half, blocks, x->d[j] + b));
+        const __m512i start = _mm512_madd_epi16(load_group_512(half, blocks, x->sum[j] + 2 * b), minus_offset);
         __m512i dot[2] = {start, start}, more[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
         UNROLL for (int k = 0; k < 4; k++) {
-            __m512i v = load_lanes_512(blocks, q + k * 4 * blocks), z = load_lanes_512(blocks, q + (k + 4) * 4 * blocks);
-            __asm__("" : "+v"(v), "+v"(z)); /* once for all outputs */
-            UNROLL for (int o = 0; o < 2; o++) dot[o] = _mm512_dpbusd_epi32(dot[o], u[o].w[k], v);
-            UNROLL for (int o = 0; o < 2; o++) more[o] = _mm512_dpbusd_epi32(more[o], u[o].w[k + 4], z);
+            __m512i v = load_group_512(half, blocks, q + k * 4 * blocks);
+            __m512i z = load_group_512(half, blocks, q + (k + 4) * 4 * blocks);
+            __asm__("" : "+v"(v), "+v"(z)); /* once for both rows */
+            UNROLL for (int o = 0; o < R; o++) dot[o] = _mm512_dpbusd_epi32(dot[o], u[o].w[k], v);
+            UNROLL for (int o = 0; o < R; o++) more[o] = _mm512_dpbusd_epi32(more[o], u[o].w[k + 4], z);
         }
-        UNROLL for (int o = 0; o < 2; o++) {
+        UNROLL for (int o = 0; o < R; o++) {
             const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(dot[o], more[o]));
-            acc[o][j] = _mm512_mask3_fmadd_ps(sum, _mm512_mul_ps(u[o].scale, scale), acc[o][j], first_lanes(blocks));
+            acc[j][o] = _mm512_mask3_fmadd_ps(sum, _mm512_mul_ps(u[o].scale, scale), acc[j][o], mask);
         }
     }
 }
 
-/* A step is a group of blocks of two rows; step 0 is the first of the tile's first two rows. Into the second cache weights come
- * 8 KiB before they are used, as many bytes as memory has to have on their way; into the first, which activations fill, 2 KiB. */
-INLINE_512 void q32_fetch_512(uint32_t type, const bool far, int64_t n, const uint8_t *w, size_t w_stride, int n_out, int64_t step) {
-    const int64_t bytes = LANES * q32_bytes(type), steps = (n / 32 + LANES - 1) / LANES, row = step / steps * 2;
-    for (int64_t o = row; o < row + 2 && o < n_out; o++) {
-        const uint8_t *from = w + (size_t)o * w_stride + step % steps * bytes;
-        if (far) fetch_far(from, bytes);
-        else fetch(from, 0, bytes);
-    }
+/* The tree of join_lanes for two rows: lanes 0 to 7 of both are in acc[0], 8 to 15 in acc[1]. */
+INLINE_512 __m512 join_2_512(const __m512 acc[2]) {
+    __m512 t = _mm512_add_ps(acc[0], acc[1]);
+    t = _mm512_add_ps(t, _mm512_shuffle_f32x4(t, t, 0xb1));
+    t = _mm512_add_ps(t, _mm512_permute_ps(t, 0x4e));
+    return _mm512_add_ps(t, _mm512_permute_ps(t, 0xb1));
 }
 
 INLINE_512 void q32_tile_512(uint32_t type, TILE_ARGS) {
-    const int64_t size = q32_bytes(type), far = 8192 / (2 * LANES * size) + 1, near = far / 4;
-    int64_t step = 0;
-    for (; step < far; step++) q32_fetch_512(type, true, n, w, w_stride, n_out, step);
+    const int64_t size = q32_bytes(type), blocks = n / 32;
+    ahead512 ahead = q32_ahead_512(type, n, w, w_stride, n_out);
     for (int o = 0; o < n_out; o += 2) {
-        const int pair = n_out - o < 2 ? 1 : 2;
+        const bool two = n_out - o > 1;
+        const size_t other = two ? w_stride : 0;
         const uint8_t *row = w + (size_t)o * w_stride;
-        const size_t other = pair == 2 ? w_stride : 0;
-        __m512 acc[2][TILE];
-        for (int j = 0; j < m; j++) acc[0][j] = acc[1][j] = _mm512_setzero_ps();
-        for (int64_t b = 0; b < n / 32; b += LANES, step++) {
-            const int64_t left = n / 32 - b;
-            q32_fetch_512(type, true, n, w, w_stride, n_out, step);
-            q32_fetch_512(type, false, n, w, w_stride, n_out, step - far + near);
-            if (left < LANES) q32_group_512(type, m, b, left, row + b * size, other, x, acc);
-            else if (m == 1) q32_group_512(type, 1, b, LANES, row + b * size, other, x, acc);
-            else q32_group_512(type, m, b, LANES, row + b * size, other, x, acc);
+        __m512 acc[TILE][2];
+        for (int j = 0; j < m; j++) acc[j][0] = acc[j][1] = _mm512_setzero_ps();
+        int64_t b = 0;
+        for (; b + 8 < blocks; b += LANES) {
+            const uint8_t *from = row + b * size;
+            if (blocks - b < LANES) q32_group_512(type, false, m, b, blocks - b, from, other, x, acc, &ahead);
+            else if (m == 1) q32_group_512(type, false, 1, b, LANES, from, other, x, acc, &ahead);
+            else q32_group_512(type, false, m, b, LANES, from, other, x, acc, &ahead);
         }
-        for (int j = 0; j < m; j++)
-            for (int k = 0; k < pair; k++) out[(size_t)j * ldo + (size_t)(o + k)] = join_512(acc[k][j]);
+        for (int j = 0; j < m; j++) {
+            const __m512 lo = _mm512_shuffle_f32x4(acc[j][0], acc[j][1], 0x44);
+            acc[j][1] = _mm512_shuffle_f32x4(acc[j][0], acc[j][1], 0xee);
+            acc[j][0] = lo;
+        }
+        if (blocks - b == 8) q32_group_512(type, true, m, b, 8, row + b * size, other, x, acc, &ahead);
+        else if (b < blocks) q32_group_512(type, true, m, b, blocks - b, row + b * size, other, x, acc, &ahead);
+        for (int j = 0; j < m; j++) {
+            const __m512 sum = join_2_512(acc[j]);
+            out[(size_t)j * ldo + (size_t)o] = _mm512_cvtss_f32(sum);
+            if (two) out[(size_t)j * ldo + (size_t)o + 1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(sum, 2));
+        }
     }
 }
 
@@ -3347,7 +3420,8 @@ INLINE_AMX void amx_weights_32(uint32_t type, int64_t blocks, const uint8_t *w, 
     for (int o = 0; o < 16; o++) {
         group512 u;
         fetch_ahead(w + (size_t)o * w_stride, blocks * size);
-        unpack_group_512(type, w + (size_t)o * w_stride, blocks, &u);
+        const uint8_t *row = w + (size_t)o * w_stride;
+        unpack_group_512(type, blocks > 8 ? row_blocks(row, size, blocks) : (blocks512){row, row, blocks, blocks}, &u);
         for (int k = 0; k < 8; k++) v[k][o] = _mm512_sub_epi8(u.w[k], offset);
         v[8][o] = _mm512_castps_si512(u.scale);
     }
