@@ -2939,40 +2939,45 @@ INLINE_512 __m512i load_group_512(const bool twice, int64_t lanes, const void *p
     return _mm512_broadcast_i64x4(v);
 }
 
-/* A place is a group of blocks of two rows, in the order of use. */
+/* Where weights are fetched: a group of blocks of two rows after the other, as they are used. */
 typedef struct {
-    int o;
-    int64_t b;
+    const uint8_t *w;
+    int64_t left; /* blocks of the row */
+    int rows;
 } place512;
 
 /* Weights come into the second cache 8 KiB before they are used, as many bytes as memory has to have on their way; into the first,
  * which activations fill, 2 KiB. */
 typedef struct {
-    const uint8_t *w;
+    int64_t blocks; /* of a row */
     size_t w_stride;
-    int n_out;
-    int64_t blocks; /* in a row */
     place512 far, near;
 } ahead512;
 
 INLINE_512 void q32_fetch_512(uint32_t type, const bool far, ahead512 *a) {
     const int64_t size = q32_bytes(type);
     place512 *at = far ? &a->far : &a->near;
-    const int64_t left = a->blocks - at->b;
-    for (int o = at->o; o < at->o + 2 && o < a->n_out; o++) {
-        const uint8_t *from = a->w + (size_t)o * a->w_stride + at->b * size;
-        if (far && left > 8) fetch_far(from, LANES * size); /* loops of constant length */
-        else if (far) fetch_far(from, 8 * size);
-        else if (left > 8) fetch(from, 0, LANES * size);
-        else fetch(from, 0, 8 * size);
+    const uint8_t *w = at->w;
+    for (int o = 0; o < 2 && o < at->rows; o++, w += a->w_stride) {
+        if (far && at->left > 8) fetch_far(w, LANES * size); /* loops of constant length */
+        else if (far) fetch_far(w, 8 * size);
+        else if (at->left > 8) fetch(w, 0, LANES * size);
+        else fetch(w, 0, 8 * size);
     }
-    if (left > LANES) at->b += LANES;
-    else *at = (place512){at->o + 2, 0};
+    if (at->left > LANES) {
+        at->w += LANES * size;
+        at->left -= LANES;
+    } else if (at->rows > 0) {
+        at->w = w - (a->blocks - at->left) * size;
+        at->left = a->blocks;
+        at->rows -= 2;
+    }
 }
 
 INLINE_512 ahead512 q32_ahead_512(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out) {
-    ahead512 a = {.w = w, .w_stride = w_stride, .n_out = n_out, .blocks = n / 32};
-    for (int64_t bytes = 0; bytes < 8192 && a.far.o < n_out; bytes += 2 * LANES * q32_bytes(type)) {
+    const place512 first = {w, n / 32, n_out};
+    ahead512 a = {n / 32, w_stride, first, first};
+    for (int64_t bytes = 0; bytes < 8192 && a.far.rows > 0; bytes += 2 * LANES * q32_bytes(type)) {
         q32_fetch_512(type, true, &a);
         if (bytes < 2048) q32_fetch_512(type, false, &a);
     }
@@ -3042,7 +3047,8 @@ INLINE_512 void q32_tile_512(uint32_t type, TILE_ARGS) {
             acc[j][1] = _mm512_shuffle_f32x4(acc[j][0], acc[j][1], 0xee);
             acc[j][0] = lo;
         }
-        if (blocks - b == 8) q32_group_512(type, true, m, b, 8, row + b * size, other, x, acc, &ahead);
+        if (blocks - b == 8 && m == 1) q32_group_512(type, true, 1, b, 8, row + b * size, other, x, acc, &ahead);
+        else if (blocks - b == 8) q32_group_512(type, true, m, b, 8, row + b * size, other, x, acc, &ahead);
         else if (b < blocks) q32_group_512(type, true, m, b, blocks - b, row + b * size, other, x, acc, &ahead);
         for (int j = 0; j < m; j++) {
             const __m512 sum = join_2_512(acc[j]);
