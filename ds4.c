@@ -279,7 +279,7 @@ typedef void (*job_fn)(void *ctx, int64_t begin, int64_t end, int thread);
 
 enum { MAX_THREADS = 256, MAX_CHUNKS = 0xffff };
 /* In nanoseconds: a job worth handing out, a chunk of it, what a sleeper must have missed, and how long one spins. */
-enum { SPLIT_NS = 2500, CHUNK_NS = 800, WAKE_NS = 30000, SPIN_NS = 200000 };
+enum { SPLIT_NS = 5000, CHUNK_NS = 800, WAKE_NS = 30000, SPIN_NS = 200000 };
 
 typedef struct pool pool;
 typedef struct {
