@@ -2848,28 +2848,31 @@ INLINE_512 void interleave_512(const __m512i r[4], __m512i w[4]) {
     w[3] = _mm512_unpackhi_epi64(c, e);
 }
 
-/* The blocks of a group: eight at most from `low` on for the first lanes, and as many from `high` on for the others. Lanes that have
- * none repeat the last one. */
+/* The blocks of a group: eight at most from `low` on for the first lanes, and as many from `high` on for the others, `step` bytes
+ * apart. Lanes that have none repeat the last one. */
 typedef struct {
     const uint8_t *low, *high;
-    int64_t lows, highs;
+    int64_t lows, highs, step;
 } blocks512;
 
-ALWAYS_INLINE const uint8_t *block_at(blocks512 b, int64_t size, int i) {
-    if (i < 8) return b.low + size * (i < b.lows ? i : b.lows - 1);
-    return b.high + size * (i - 8 < b.highs ? i - 8 : b.highs - 1);
+ALWAYS_INLINE const uint8_t *block_at(blocks512 b, int i) {
+    if (i < 8) return b.low + b.step * (i < b.lows ? i : b.lows - 1);
+    return b.high + b.step * (i - 8 < b.highs ? i - 8 : b.highs - 1);
 }
 
 /* `blocks` of one row, more than eight. */
 ALWAYS_INLINE blocks512 row_blocks(const uint8_t *w, int64_t size, int64_t blocks) {
-    return (blocks512){w, w + 8 * size, 8, blocks - 8};
+    return (blocks512){w, w + 8 * size, 8, blocks - 8, size};
 }
 
+/* One of each of 16 rows. */
+ALWAYS_INLINE blocks512 column_blocks(const uint8_t *w, int64_t w_stride) { return row_blocks(w, w_stride, LANES); }
+
 /* 16 bytes from each of 16 blocks, from byte `at` of a block on, as four vectors: part c of vector i is block 4c + i. */
-INLINE_512 void load_quarters_512(blocks512 b, int64_t at, int64_t size, __m512i r[4]) {
+INLINE_512 void load_quarters_512(blocks512 b, int64_t at, __m512i r[4]) {
     UNROLL for (int i = 0; i < 4; i++) {
         const __m128i *p[4];
-        UNROLL for (int c = 0; c < 4; c++) p[c] = (const void *)(block_at(b, size, 4 * c + i) + at);
+        UNROLL for (int c = 0; c < 4; c++) p[c] = (const void *)(block_at(b, 4 * c + i) + at);
         r[i] = _mm512_castsi128_si512(_mm_loadu_si128(p[0]));
         r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x00f0, _mm_loadu_si128(p[1]));
         r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x0f00, _mm_loadu_si128(p[2]));
@@ -2878,13 +2881,13 @@ INLINE_512 void load_quarters_512(blocks512 b, int64_t at, int64_t size, __m512i
 }
 
 /* 32 bytes from each of 16 blocks, from byte `at` of a block on, as eight vectors whose lane b is the k-th word of block b. */
-INLINE_512 void gather_words_512(blocks512 b, int64_t at, int64_t size, __m512i w[8]) {
+INLINE_512 void gather_words_512(blocks512 b, int64_t at, __m512i w[8]) {
     __m512i half[2][4];
     UNROLL for (int h = 0; h < 2; h++) {
         __m512i r[4];
         UNROLL for (int i = 0; i < 4; i++) {
-            const __m256i *low = (const void *)(block_at(b, size, 8 * h + i) + at);
-            const __m256i *high = (const void *)(block_at(b, size, 8 * h + 4 + i) + at);
+            const __m256i *low = (const void *)(block_at(b, 8 * h + i) + at);
+            const __m256i *high = (const void *)(block_at(b, 8 * h + 4 + i) + at);
             r[i] = _mm512_castsi256_si512(_mm256_loadu_si256(low));
             r[i] = _mm512_mask_broadcast_i64x4(r[i], 0xf0, _mm256_loadu_si256(high));
         }
@@ -2899,7 +2902,7 @@ INLINE_512 void gather_words_512(blocks512 b, int64_t at, int64_t size, __m512i 
 /* The scales of a group of blocks, which are the first thing in each. */
 INLINE_512 __m512 group_scales_512(uint32_t type, blocks512 b) {
     __m512i r[4], first[4];
-    load_quarters_512(b, 0, q32_bytes(type), r);
+    load_quarters_512(b, 0, r);
     interleave_512(r, first);
     if (type != T_MXFP4) return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(first[0]));
     const __m512i e = _mm512_and_si512(first[0], _mm512_set1_epi32(255)); /* as mxfp4_scale */
@@ -2909,15 +2912,14 @@ INLINE_512 __m512 group_scales_512(uint32_t type, blocks512 b) {
 }
 
 INLINE_512 void unpack_group_512(uint32_t type, blocks512 b, group512 *u) {
-    const int64_t size = q32_bytes(type);
     if (type == T_Q8_0) {
-        gather_words_512(b, 2, size, u->w);
+        gather_words_512(b, 2, u->w);
         UNROLL for (int k = 0; k < 8; k++) u->w[k] = _mm512_xor_si512(u->w[k], _mm512_set1_epi8((char)0x80));
     } else {
         const __m512i low = _mm512_set1_epi8(15);
         const __m512i e2m1 = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
         __m512i r[4];
-        load_quarters_512(b, size - 16, size, r);
+        load_quarters_512(b, q32_bytes(type) - 16, r);
         interleave_512(r, u->w);
         UNROLL for (int k = 0; k < 4; k++) {
             u->w[k + 4] = _mm512_and_si512(_mm512_srli_epi16(u->w[k], 4), low);
@@ -2995,7 +2997,7 @@ INLINE_512 void q32_group_512(uint32_t type, const bool half, int m, int64_t b, 
     const __m512i minus_offset = _mm512_set1_epi16((int16_t)-q32_offset(type));
     group512 u[2];
     q32_fetch_512(type, true, ahead);
-    if (half) unpack_group_512(type, (blocks512){w, w + other, blocks, blocks}, &u[0]);
+    if (half) unpack_group_512(type, (blocks512){w, w + other, blocks, blocks, size}, &u[0]);
     else
         UNROLL for (int o = 0; o < 2; o++) unpack_group_512(type, row_blocks(w + (o ? other : 0), size, blocks), &u[o]);
     q32_fetch_512(type, false, ahead);
@@ -3026,7 +3028,7 @@ INLINE_512 __m512 join_2_512(const __m512 acc[2]) {
     return _mm512_add_ps(t, _mm512_permute_ps(t, 0xb1));
 }
 
-INLINE_512 void q32_tile_512(uint32_t type, TILE_ARGS) {
+INLINE_512 void q32_few_512(uint32_t type, TILE_ARGS) {
     const int64_t size = q32_bytes(type), blocks = n / 32;
     ahead512 ahead = q32_ahead_512(type, n, w, w_stride, n_out);
     for (int o = 0; o < n_out; o += 2) {
@@ -3162,8 +3164,7 @@ INLINE_512 __m512i lookup_512(const uint8_t *table, __m512i at) {
  * four times seven signs and a scale. The code words' two bits of magnitude a value are looked up for both blocks together; what
  * comes out is eight bytes of eight values each, and gf2p8affineqb, whose matrix they are, turns that into eight values of eight
  * bits each. So do the signs, where the eighth value takes the parity of seven bits. A third lookup makes bytes of those bits. */
-INLINE_512 void unpack_iq2_xxs_512(const uint8_t *b0, const uint8_t *b1, wblock512 u[2]) {
-    const __m512i raw[2] = {_mm512_loadu_si512(b0 + 2), _mm512_loadu_si512(b1 + 2)};
+INLINE_512 void unpack_iq2_xxs_512(const __m512i raw[2], wblock512 u[2]) {
     const __m512i code = _mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(raw[0]), _mm512_castsi512_ps(raw[1]), 0x88));
     const __m512i high = lookup_512(iq2_levels[0], code), low = lookup_512(iq2_levels[1], code);
     const __m512i level[2] = {_mm512_unpacklo_epi8(high, low), _mm512_unpackhi_epi8(high, low)};
@@ -3187,7 +3188,8 @@ INLINE_512 void unpack_iq2_xxs_512(const uint8_t *b0, const uint8_t *b1, wblock5
 /* Two blocks. */
 INLINE_512 void unpack_512(uint32_t type, const uint8_t *b0, const uint8_t *b1, wblock512 u[2]) {
     if (type == T_IQ2_XXS) {
-        unpack_iq2_xxs_512(b0, b1, u);
+        const __m512i raw[2] = {_mm512_loadu_si512(b0 + 2), _mm512_loadu_si512(b1 + 2)};
+        unpack_iq2_xxs_512(raw, u);
         return;
     }
     for (int i = 0; i < 2; i++) {
@@ -3304,7 +3306,7 @@ INLINE_512 void q256_row_512(uint32_t type, const int J, int64_t n, const uint8_
     UNROLL for (int j = 0; j < J; j++) out[(size_t)(j0 + j) * ldo] = join_512(acc[j]);
 }
 
-INLINE_512 void q256_tile_512(uint32_t type, TILE_ARGS) {
+INLINE_512 void q256_few_512(uint32_t type, TILE_ARGS) {
     for (int o = 0; o < n_out; o++) {
         const uint8_t *row = w + (size_t)o * w_stride;
         for (int j = 0; j < m; j += 4) { /* so that weights stay in registers */
@@ -3316,6 +3318,315 @@ INLINE_512 void q256_tile_512(uint32_t type, TILE_ARGS) {
             }
         }
     }
+}
+
+/* Many rows of activations: 16 rows of weights are put side by side, so that lane o of a vector is of row o and no sum crosses
+ * lanes; what is unpacked serves all rows of activations, of whose words of 4 values one is set against all lanes. Storing a vector
+ * takes as long as two products of vectors here, so sums stay in registers as long as they can. */
+enum { GROUPS_512 = 4, SIDE_512 = 2 * LANES };
+
+/* A block of 256 of 16 rows: w[r][k] holds values 4k .. 4k+3 of run r, of 32 values, as unsigned bytes (Q6_K: 32 too large,
+ * IQ2_XXS: 43). Those of Q2_K and Q3_K are multiplied by their scales, Q3_K's 124 too large. */
+typedef struct {
+    __m512i w[8][8];
+    __m512i scale[16]; /* for each run, Q6_K: for each half of it; int32 */
+    __m512i min[8]; /* the pairs of minimums of the halves */
+    __m512 d, dmin;
+} columns512;
+
+ALWAYS_INLINE bool type_is_scaled(uint32_t type) { return type == T_Q2_K || type == T_Q3_K; }
+
+/* 32 rows of weights, as far as they are unpacked, against a tile of activations. */
+typedef struct {
+    union {
+        group512 group[LANES][GROUPS_512][2];
+        columns512 block[2];
+    };
+    __m512 acc[TILE][LANES][2]; /* of a row of activations, the lane of the sum; lanes are outputs */
+    const uint8_t *next; /* the weights after these, to be fetched meanwhile; how many at a time */
+    int64_t share;
+} side512;
+
+/* Fields of `bits` bits of 32 bytes from byte `at` of a block on to bit `to` of the values of runs w[0], w[step] and so on. */
+INLINE_512 void column_fields_512(blocks512 b, int64_t at, int bits, int to, int step, __m512i (*w)[8]) {
+    __m512i v[8];
+    gather_words_512(b, at, v);
+    const __m512i mask = _mm512_set1_epi8((char)(((1 << bits) - 1) << to));
+    UNROLL for (int f = 0; f < 8 / bits; f++) UNROLL for (int k = 0; k < 8; k++) {
+        const __m512i field = _mm512_rorv_epi32(v[k], _mm512_set1_epi32(bits * f - to));
+        w[f * step][k] = to == 0 ? _mm512_and_si512(field, mask) : _mm512_ternarylogic_epi64(w[f * step][k], field, mask, 0xf8);
+    }
+}
+
+INLINE_512 void column_values_512(uint32_t type, blocks512 b, __m512i (*w)[8]) {
+    const bool two = type_is_scaled(type);
+    const int low = type == T_Q5_K ? 48 : type == T_Q3_K ? 32 : type == T_Q6_K ? 0 : 16;
+    for (int g = 0; g < 2 && two; g++) column_fields_512(b, low + 32 * g, 2, 0, 1, w + 4 * g);
+    for (int g = 0; g < 4 && !two; g++)
+        if (type == T_Q6_K) column_fields_512(b, low + 32 * g, 4, 0, 2, w + g / 2 * 4 + g % 2);
+        else column_fields_512(b, low + 32 * g, 4, 0, 1, w + 2 * g);
+    if (type == T_Q3_K) column_fields_512(b, 0, 1, 2, 1, w);
+    if (type == T_Q5_K) column_fields_512(b, 16, 1, 4, 1, w);
+    for (int g = 0; g < 2 && type == T_Q6_K; g++) column_fields_512(b, 128 + 32 * g, 2, 4, 1, w + 4 * g);
+}
+
+/* Of each word of v the bytes whose numbers the bytes of `at` are, 0 where it is 0x80. */
+INLINE_512 __m512i pick_bytes_512(__m512i v, uint32_t at) {
+    const __m512i word = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
+    return _mm512_shuffle_epi8(v, _mm512_or_si512(word, _mm512_set1_epi32((int)at)));
+}
+
+/* The scales of Q4_K and Q5_K (unpack_k_scales), of Q3_K (unpack_q3_k), and Q2_K's and Q6_K's, to bytes: in words, four a row. */
+INLINE_512 void column_scales_512(uint32_t type, const __m512i s[4], __m512i scale[4], __m512i min[4]) {
+    const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(0x30), six = _mm512_set1_epi8(63);
+    if (type == T_Q4_K || type == T_Q5_K) {
+        scale[0] = _mm512_and_si512(s[1], six);
+        min[0] = _mm512_and_si512(s[2], six);
+        scale[1] = _mm512_or_si512(_mm512_and_si512(s[3], low), _mm512_and_si512(_mm512_srli_epi32(s[1], 2), high));
+        min[1] = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi32(s[3], 4), low),
+                                 _mm512_and_si512(_mm512_srli_epi32(s[2], 2), high));
+    } else {
+        UNROLL for (int i = 0; i < 4; i++) {
+            scale[i] = type == T_Q2_K ? _mm512_and_si512(s[i], low) : s[i];
+            min[i] = _mm512_and_si512(_mm512_srli_epi16(s[i], 4), low);
+            if (type != T_Q3_K) continue;
+            const __m512i lo = _mm512_and_si512(_mm512_srlv_epi32(s[1 + i % 2], _mm512_set1_epi32(i / 2 * 4)), low);
+            const __m512i hi = _mm512_and_si512(_mm512_rorv_epi32(s[3], _mm512_set1_epi32(2 * i - 4)), high);
+            scale[i] = _mm512_sub_epi8(_mm512_or_si512(lo, hi), _mm512_set1_epi8(32));
+        }
+    }
+}
+
+/* Four vectors of bytes times the scale that all bytes of a lane of `scale` hold; Q3_K's values, 4 too large, become 124 too large. */
+INLINE_512 void scale_bytes_512(uint32_t type, __m512i scale, __m512i *w) {
+    const __m512i less = _mm512_slli_epi16(_mm512_and_si512(scale, _mm512_set1_epi8(63)), 2);
+    const __m512i add = _mm512_sub_epi8(_mm512_set1_epi8(124), less), even = _mm512_set1_epi16(255);
+    UNROLL for (int k = 0; k < 4; k++) {
+        if (type == T_Q2_K) { /* 3 * 15 at most */
+            w[k] = _mm512_mullo_epi16(w[k], _mm512_and_si512(scale, even));
+            continue;
+        }
+        const __m512i odd = _mm512_mullo_epi16(_mm512_andnot_si512(even, w[k]), scale);
+        const __m512i both = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaau, _mm512_mullo_epi16(w[k], scale), odd);
+        w[k] = _mm512_add_epi8(both, add);
+    }
+}
+
+/* IQ2_XXS: run by run, the eight rows of two quarters beside those of the two others. */
+INLINE_512 void columns_iq2_xxs_512(blocks512 b, columns512 *u) {
+    for (int g = 0; g < 8; g += 2) {
+        __m512i r[4];
+        load_quarters_512(b, 2 + 8 * g, r);
+        UNROLL for (int i = 0; i < 2; i++) {
+            const __m512i raw[2] = {i ? _mm512_unpackhi_epi64(r[0], r[1]) : _mm512_unpacklo_epi64(r[0], r[1]),
+                                    i ? _mm512_unpackhi_epi64(r[2], r[3]) : _mm512_unpacklo_epi64(r[2], r[3])};
+            wblock512 part[2];
+            unpack_iq2_xxs_512(raw, part);
+            UNROLL for (int k = 0; k < 8; k++) {
+                const __m512 x = _mm512_castsi512_ps(part[0].w[k / 2]), y = _mm512_castsi512_ps(part[1].w[k / 2]);
+                u->w[g + i][k] = _mm512_castps_si512(k % 2 ? _mm512_shuffle_ps(x, y, 0xdd) : _mm512_shuffle_ps(x, y, 0x88));
+            }
+            u->scale[g + i] = _mm512_castps_si512(
+                _mm512_shuffle_ps(_mm512_castsi512_ps(part[0].scale[0]), _mm512_castsi512_ps(part[1].scale[0]), 0x88));
+        }
+    }
+}
+
+INLINE_512 void unpack_columns_512(uint32_t type, blocks512 b, columns512 *u) {
+    const int size = type_find(type)->bytes, scales = type == T_Q3_K ? 92 : type == T_Q6_K ? 192 : 0;
+    const bool first = scale_at(type) == 0; /* d and dmin are the first bytes, or the last ones */
+    __m512i r[4], s[4], scale[4], min[4];
+    load_quarters_512(b, first ? 0 : size - 16, r);
+    interleave_512(r, s);
+    const __m512i halves = first ? s[0] : s[3];
+    const __m512 lo = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves));
+    const __m512 hi = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(halves, 16)));
+    u->d = type_has_offset(type) ? hi : type == T_IQ2_XXS ? _mm512_mul_ps(lo, _mm512_set1_ps(0.125f)) : lo;
+    u->dmin = hi;
+    if (type == T_IQ2_XXS) {
+        columns_iq2_xxs_512(b, u);
+        return;
+    }
+    column_values_512(type, b, u->w);
+    load_quarters_512(b, scales, r);
+    interleave_512(r, s);
+    column_scales_512(type, s, scale, min);
+    UNROLL for (uint32_t i = 0; i < 16; i++) {
+        const uint32_t at = i % 4 * 0x01010101;
+        if (type_is_scaled(type)) scale_bytes_512(type, pick_bytes_512(scale[i / 4], at), &u->w[i / 2][i % 2 * 4]);
+        else if (type == T_Q6_K) u->scale[i] = _mm512_srai_epi32(pick_bytes_512(scale[i / 4], at | 0x808080), 24);
+        else if (i < 8) u->scale[i] = pick_bytes_512(scale[i / 4], at | 0x80808000);
+    }
+    UNROLL for (uint32_t i = 0; i < 8; i++) {
+        if (type == T_Q2_K) u->min[i] = pick_bytes_512(min[i / 2], 0x80018000 + i % 2 * 0x20002);
+        else if (type_has_min(type)) u->min[i] = pick_bytes_512(min[i / 4], 0x80008000 + i % 4 * 0x10001);
+    }
+}
+
+INLINE_512 __m512i each_512(const void *p) {
+    int32_t v;
+    memcpy(&v, p, 4);
+    return _mm512_set1_epi32(v);
+}
+
+/* What the weights' excess adds to a block of Q3_K; `sum` are the sums of activations. */
+INLINE_512 __m512i q3_k_excess_512(const int16_t *sum) {
+    const __m256i v = _mm256_madd_epi16(_mm256_loadu_si256((const void *)sum), _mm256_set1_epi16(124));
+    return _mm512_set1_epi32(_mm512_reduce_add_epi32(_mm512_zextsi256_si512(v)));
+}
+
+/* Words first .. first+count-1 of 32 values of two times 16 rows, `other` vectors apart, against J rows of activations, whose words
+ * lie as act_offset says: `step` bytes apart with one scale for 32, where it is not 0. */
+INLINE_512 void word_dots_512(const int J, const int first, const int count, const __m512i *w, const int64_t other,
+                              const int8_t *const *q, int64_t at, const int64_t step, __m512i (*dot)[2]) {
+    UNROLL for (int k = first; k < first + count; k++) UNROLL for (int j = 0; j < J; j++) {
+        const __m512i v = each_512(q[j] + at + (step ? k * step : k / 2 * 64 + k % 2 * 4));
+        dot[j][0] = _mm512_dpbusd_epi32(dot[j][0], w[k], v);
+        dot[j][1] = _mm512_dpbusd_epi32(dot[j][1], w[other + k], v);
+    }
+}
+
+/* `count` blocks from b of a 32-value type, lane by lane, against J rows of activations from j0; one that is not there is the last
+ * one again. */
+INLINE_512 void side_groups_512(uint32_t type, const int J, const int64_t step, int64_t b, int64_t count, const tile_acts *x,
+                                int m, int j0, side512 *s) {
+    const __m512i minus_offset = _mm512_set1_epi16((int16_t)-q32_offset(type));
+    _Alignas(64) int32_t start[6][GROUPS_512 * LANES];
+    const int8_t *q[6];
+    const float *d[6];
+    UNROLL for (int j = 0; j < J; j++) {
+        const int row = j0 + j < m ? j0 + j : m - 1;
+        q[j] = x->q[row] + b * 32;
+        d[j] = x->d[row] + b;
+        for (int64_t g = 0; g < count; g += LANES)
+            _mm512_store_si512(start[j] + g,
+                               _mm512_madd_epi16(load_lanes_512(step / 4, x->sum[row] + 2 * (b + g)), minus_offset));
+    }
+    for (int l = 0; l < LANES && l < count; l++) {
+        __m512 acc[6][2];
+        fetch(s->next, 0, s->share);
+        s->next += s->share;
+        UNROLL for (int j = 0; j < J; j++) UNROLL for (int h = 0; h < 2; h++) acc[j][h] =
+            b < LANES ? _mm512_setzero_ps() : s->acc[j0 + j][l][h];
+        for (int64_t i = l; i < count; i += LANES) {
+            const group512 *u = s->group[l][i / LANES];
+            __m512i dot[6][2];
+            UNROLL for (int j = 0; j < J; j++) dot[j][0] = dot[j][1] = each_512(&start[j][i]);
+            word_dots_512(J, 0, 8, u[0].w, u[1].w - u[0].w, q, (i - l) * 32 + 4 * l, step, dot);
+            UNROLL for (int j = 0; j < J; j++) UNROLL for (int h = 0; h < 2; h++) {
+                const __m512 scale = _mm512_mul_ps(u[h].scale, _mm512_set1_ps(d[j][i]));
+                acc[j][h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[j][h]), scale, acc[j][h]);
+            }
+        }
+        UNROLL for (int j = 0; j < J; j++) UNROLL for (int h = 0; h < 2; h++) s->acc[j0 + j][l][h] = acc[j][h];
+    }
+}
+
+/* Block b of a 256-value type against J rows of activations, likewise. */
+INLINE_512 void side_block_512(uint32_t type, const int J, int64_t b, const tile_acts *x, int m, int j0, side512 *s) {
+    const columns512 *u = s->block;
+    const int64_t other = sizeof *u / sizeof *u->min;
+    const int parts = type == T_Q6_K ? 2 : 1; /* of a run, each with its scale */
+    const __m512i zero = _mm512_setzero_si512();
+    _Alignas(64) int32_t start[6][16]; /* what each part's sum begins with, for weights too large */
+    const int8_t *q[6];
+    const int16_t *sum[6];
+    const float *d[6];
+    __m512i dot[6][2], min[6][2];
+    __asm__ volatile("" : : : "memory"); /* or compilers keep minimums in registers from rows to rows */
+    UNROLL for (int j = 0; j < J; j++) {
+        const int row = j0 + j < m ? j0 + j : m - 1;
+        q[j] = x->q[row] + b * 256;
+        d[j] = x->d[row] + b;
+        sum[j] = x->sum[row] + b * 16;
+        const __m256i sums = _mm256_loadu_si256((const void *)sum[j]);
+        if (type == T_IQ2_XXS) _mm256_store_si256((void *)start[j], _mm256_madd_epi16(sums, _mm256_set1_epi16(-IQ2_OFFSET)));
+        if (type == T_Q6_K)
+            _mm512_store_si512(start[j], _mm512_mullo_epi32(_mm512_cvtepi16_epi32(sums), _mm512_set1_epi32(-32)));
+        dot[j][0] = dot[j][1] = type == T_Q3_K ? _mm512_sub_epi32(zero, q3_k_excess_512(sum[j])) : zero;
+    }
+    for (int r = 0; r < 8; r++) {
+        fetch(s->next, 0, s->share);
+        s->next += s->share;
+        UNROLL for (int p = 0; p < parts; p++) {
+            __m512i part[6][2];
+            if (type_is_scaled(type)) {
+                word_dots_512(J, 0, 8, u->w[r], other, q, 8 * r, 0, dot);
+                continue;
+            }
+            UNROLL for (int j = 0; j < J; j++) part[j][0] = part[j][1] =
+                type_has_min(type) ? zero : each_512(&start[j][parts * r + p]);
+            word_dots_512(J, 8 / parts * p, 8 / parts, u->w[r], other, q, 8 * r, 0, part);
+            UNROLL for (int j = 0; j < J; j++) UNROLL for (int h = 0; h < 2; h++) dot[j][h] =
+                _mm512_add_epi32(dot[j][h], _mm512_mullo_epi32(part[j][h], u[h].scale[parts * r + p]));
+        }
+    }
+    UNROLL for (int j = 0; j < J; j++) min[j][0] = min[j][1] = zero;
+    for (int r = 0; r < 8 && type_has_min(type); r++)
+        UNROLL for (int j = 0; j < J; j++) UNROLL for (int h = 0; h < 2; h++) min[j][h] =
+            _mm512_dpwssd_epi32(min[j][h], u[h].min[r], each_512(sum[j] + 2 * r));
+    UNROLL for (int j = 0; j < J; j++) UNROLL for (int h = 0; h < 2; h++) {
+        __m512 *to = &s->acc[j0 + j][b % LANES][h], a = _mm512_set1_ps(*d[j]), v = b < LANES ? _mm512_setzero_ps() : *to;
+        v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[j][h]), _mm512_mul_ps(u[h].d, a), v);
+        if (type_has_min(type)) v = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(min[j][h]), _mm512_mul_ps(u[h].dmin, a), v);
+        *to = v;
+    }
+}
+
+/* The tree of join_lanes for 16 outputs side by side; lanes are `step` vectors apart. */
+INLINE_512 __m512 join_columns_512(const __m512 *acc, int step) {
+    __m512 t[8];
+    UNROLL for (int l = 0; l < 8; l++) t[l] = _mm512_add_ps(acc[l * step], acc[(l + 8) * step]);
+    UNROLL for (int l = 0; l < 4; l++) t[l] = _mm512_add_ps(t[l], t[l + 4]);
+    return _mm512_add_ps(_mm512_add_ps(t[0], t[2]), _mm512_add_ps(t[1], t[3]));
+}
+
+/* `count` blocks from b, which are unpacked, against J rows of activations from j; after the last blocks, their outputs. */
+INLINE_512 void side_rows_512(uint32_t type, const int J, int64_t n, int64_t b, int64_t count, const tile_acts *x, int m, int j,
+                              side512 *s, float *out, size_t ldo) {
+    const int block = type_find(type)->block;
+    if (block == 256) side_block_512(type, J, b, x, m, j, s);
+    else if (count % LANES) side_groups_512(type, J, 4 * count, b, count, x, m, j, s);
+    else side_groups_512(type, J, 4 * LANES, b, count, x, m, j, s);
+    for (int i = j; i < j + J && i < m && b + count == n / block; i++)
+        for (int h = 0; h < 2; h++) _mm512_storeu_ps(out + (size_t)i * ldo + LANES * h, join_columns_512(&s->acc[i][0][h], 2));
+}
+
+/* 32 outputs. */
+INLINE_512 void side_512(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, const tile_acts *x, int m, float *out,
+                         size_t ldo) {
+    const type_info *t = type_find(type);
+    const int64_t blocks = n / t->block, most = t->block == 256 ? 1 : LANES * GROUPS_512, stride = (int64_t)w_stride;
+    side512 s;
+    s.next = w + SIDE_512 * stride;
+    if (blocks < LANES) memset(s.acc, 0, (size_t)m * sizeof *s.acc);
+    for (int64_t b = 0, count; b < blocks; b += count) {
+        count = blocks - b < most ? blocks - b : most;
+        if (count > LANES) count -= count % LANES; /* the last group, if it has fewer blocks, by itself */
+        for (int64_t i = 0; i < count; i++)
+            for (int h = 0; h < 2; h++) {
+                const blocks512 from = column_blocks(w + LANES * h * stride + (b + i) * t->bytes, stride);
+                if (t->block == 256) unpack_columns_512(type, from, &s.block[h]);
+                else unpack_group_512(type, from, &s.group[i % LANES][i / LANES][h]);
+            }
+        s.share = SIDE_512 * count * t->bytes / ((m + 5) / 6 * (t->block == 256 ? 8 : LANES));
+        for (int j = 0; j < m;) { /* 6 rows at a time, or 4, so that there is at most one too many */
+            const int left = m - j, J = left < 5 || left == 7 || left == 8 ? 4 : 6;
+            if (J == 6) side_rows_512(type, 6, n, b, count, x, m, j, &s, out, ldo);
+            else side_rows_512(type, 4, n, b, count, x, m, j, &s, out, ldo);
+            j += J;
+        }
+    }
+}
+
+/* Few rows of activations are faster row by row of weights, as are outputs that fill no side. */
+INLINE_512 void quantised_tile_512(uint32_t type, TILE_ARGS) {
+    const int many = type_find(type)->block == 32 ? 10 : 4, sides = m < many ? 0 : n_out - n_out % SIDE_512;
+    for (int o = 0; o < sides; o += SIDE_512) side_512(type, n, w + (size_t)o * w_stride, w_stride, x, m, out + o, ldo);
+    w += (size_t)sides * w_stride;
+    if (sides == n_out) return;
+    if (type_find(type)->block == 32) q32_few_512(type, n, w, w_stride, n_out - sides, x, m, out + sides, ldo);
+    else q256_few_512(type, n, w, w_stride, n_out - sides, x, m, out + sides, ldo);
 }
 
 /* Part of mix_body with the sums in registers: H heads, 16 * C channels, of the last 16 those in `mask`. */
@@ -3354,7 +3665,7 @@ INLINE_512 void mix_512(int64_t n, const float *a, int64_t lda, int heads, const
         }
 }
 
-TILE_SET(avx512, TARGET_AVX512, float_tile_512, q32_tile_512, q256_tile_512)
+TILE_SET(avx512, TARGET_AVX512, float_tile_512, quantised_tile_512, quantised_tile_512)
 #endif
 
 /* ---- 4.9 Matrix products with AMX --------------------------------------------------------------------------------- */
@@ -3378,8 +3689,8 @@ typedef struct {
     _Alignas(64) int8_t b[8 * TILE_BYTES];
     _Alignas(64) int8_t a[8 * TILE_BYTES]; /* 16 rows of activations: eight times two blocks, or four parts of one */
     _Alignas(64) int32_t c[4][LANES][LANES];
-    __m512 scale[LANES], min_scale; /* of blocks; a lane is an output */
-    __m512i min[8]; /* of one block, two minimums of each output */
+    __m512 scale[LANES]; /* of blocks of 32; a lane is an output */
+    columns512 block; /* of 256 */
     __m512 acc[AMX_MOST / 16][LANES][16]; /* by rows, the lane of the sum, row: lanes are outputs */
 } amx_room;
 
@@ -3404,37 +3715,16 @@ INLINE_AMX void amx_configure(int a_bytes, int b_lines) {
         _tile_loadd(tile, from, (size_t)(step)); \
     } while (0)
 
-/* 16 vectors as the rows of a matrix of words, which is transposed. */
-INLINE_512 void transpose_512(__m512i v[16]) {
-    __m512i t[4][4];
-    UNROLL for (int g = 0; g < 4; g++) interleave_512(v + 4 * g, t[g]);
-    UNROLL for (int i = 0; i < 4; i++) {
-        const __m512i a = _mm512_shuffle_i32x4(t[0][i], t[1][i], 0x44), b = _mm512_shuffle_i32x4(t[0][i], t[1][i], 0xee);
-        const __m512i c = _mm512_shuffle_i32x4(t[2][i], t[3][i], 0x44), d = _mm512_shuffle_i32x4(t[2][i], t[3][i], 0xee);
-        v[i] = _mm512_shuffle_i32x4(a, c, 0x88);
-        v[4 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
-        v[8 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
-        v[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
-    }
-}
-
 /* A group of blocks of 16 rows of a 32-value type. */
 INLINE_AMX void amx_weights_32(uint32_t type, int64_t blocks, const uint8_t *w, size_t w_stride, amx_room *r) {
     const int size = q32_bytes(type);
     const __m512i offset = _mm512_set1_epi8((char)q32_offset(type));
-    __m512i v[9][16]; /* words 0 to 7 and the scales */
-    for (int o = 0; o < 16; o++) {
+    for (int o = 0; o < LANES; o++) fetch_ahead(w + (size_t)o * w_stride, blocks * size);
+    for (int64_t b = 0; b < blocks; b++) {
         group512 u;
-        fetch_ahead(w + (size_t)o * w_stride, blocks * size);
-        const uint8_t *row = w + (size_t)o * w_stride;
-        unpack_group_512(type, blocks > 8 ? row_blocks(row, size, blocks) : (blocks512){row, row, blocks, blocks}, &u);
-        for (int k = 0; k < 8; k++) v[k][o] = _mm512_sub_epi8(u.w[k], offset);
-        v[8][o] = _mm512_castps_si512(u.scale);
-    }
-    for (int k = 0; k < 9; k++) transpose_512(v[k]);
-    for (int b = 0; b < LANES; b++) {
-        for (int k = 0; k < 8; k++) _mm512_store_si512(r->b + b * 512 + k * 64, v[k][b]);
-        r->scale[b] = _mm512_castsi512_ps(v[8][b]);
+        unpack_group_512(type, column_blocks(w + b * size, (int64_t)w_stride), &u);
+        for (int k = 0; k < 8; k++) _mm512_store_si512(r->b + b * 512 + k * 64, _mm512_sub_epi8(u.w[k], offset));
+        r->scale[b] = u.scale;
     }
 }
 
@@ -3494,14 +3784,10 @@ INLINE_AMX void amx_group_32(const tile_acts *x, int j, int rows, int64_t b, int
     }
 }
 
-/* 64 values times their scales. Q2_K: 3 * 15 at most, which fits in a byte. Others: the low bytes, unsigned, and the high ones. */
+/* 64 values times their scales: the low bytes, unsigned, and the high ones. */
 INLINE_AMX void amx_scaled(uint32_t type, __m512i w, __m512i scale, __m512i *low, __m512i *high) {
     const __m512i pair = _mm512_mask_blend_epi16(0xaaaaaaaau, scale, _mm512_slli_epi32(scale, 16));
-    if (type == T_Q2_K) {
-        *low = _mm512_mullo_epi16(w, pair);
-        return;
-    }
-    const int offset = type == T_Q3_K ? 4 : type == T_Q6_K ? 32 : type == T_IQ2_XXS ? IQ2_OFFSET : 0;
+    const int offset = type == T_Q6_K ? 32 : type == T_IQ2_XXS ? IQ2_OFFSET : 0;
     w = _mm512_sub_epi8(w, _mm512_set1_epi8((char)offset));
     const __m512i even = _mm512_mullo_epi16(_mm512_srai_epi16(_mm512_slli_epi16(w, 8), 8), pair);
     const __m512i odd = _mm512_mullo_epi16(_mm512_srai_epi16(w, 8), pair);
@@ -3511,32 +3797,19 @@ INLINE_AMX void amx_scaled(uint32_t type, __m512i w, __m512i scale, __m512i *low
 
 /* A block of 16 rows of a 256-value type. */
 INLINE_AMX void amx_weights_256(uint32_t type, const uint8_t *w, size_t w_stride, amx_room *r) {
-    const int at = scale_at(type), pieces = type == T_Q2_K ? 1 : 2;
-    __m512i v[2][4][16], min[16];
-    uint16_t d[16], dmin[16] = {0};
-    for (int o = 0; o < 16; o += 2) {
-        const uint8_t *p[2] = {w + (size_t)o * w_stride, w + (size_t)(o + 1) * w_stride};
-        wblock512 u[2];
-        unpack_512(type, p[0], p[1], u);
-        for (int i = 0; i < 2; i++) {
-            fetch_ahead(p[i], type_find(type)->bytes);
-            d[o + i] = load_u16(p[i] + at);
-            if (type_has_min(type)) dmin[o + i] = load_u16(p[i] + at + 2);
-            if (type_has_min(type)) min[o + i] = _mm512_zextsi256_si512(u[i].min);
-            UNROLL for (int c = 0; c < 4; c++)
-                amx_scaled(type, u[i].w[c], u[i].scale[type_has_halves(type) ? c / 2 : 0], &v[0][c][o + i], &v[1][c][o + i]);
+    const columns512 *u = &r->block;
+    for (int o = 0; o < LANES; o++) fetch_ahead(w + (size_t)o * w_stride, type_find(type)->bytes);
+    unpack_columns_512(type, column_blocks(w, (int64_t)w_stride), &r->block);
+    for (int run = 0; run < 8; run++)
+        for (int k = 0; k < 8; k++) { /* in the order of act_offset */
+            int8_t *to = r->b + k / 2 * TILE_BYTES + (2 * run + k % 2) * 64;
+            __m512i low = u->w[run][k], high;
+            if (!type_is_scaled(type)) {
+                amx_scaled(type, low, u->scale[type == T_Q6_K ? 2 * run + k / 4 : run], &low, &high);
+                _mm512_store_si512(to + 4 * TILE_BYTES, high);
+            }
+            _mm512_store_si512(to, low);
         }
-    }
-    for (int c = 0; c < 4 * pieces; c++) {
-        transpose_512(v[c / 4][c % 4]);
-        for (int k = 0; k < 16; k++) _mm512_store_si512(r->b + c * TILE_BYTES + k * 64, v[c / 4][c % 4][k]);
-    }
-    r->scale[0] = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)d));
-    if (type == T_IQ2_XXS) r->scale[0] = _mm512_mul_ps(r->scale[0], _mm512_set1_ps(0.125f));
-    if (!type_has_min(type)) return;
-    r->min_scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)dmin));
-    transpose_512(min);
-    for (int k = 0; k < 8; k++) r->min[k] = min[k];
 }
 
 /* Part c of a block, in the pair of tiles 4 and 5 or 6 and 7. */
@@ -3552,7 +3825,7 @@ INLINE_AMX void amx_weights_256(uint32_t type, const uint8_t *w, size_t w_stride
 
 /* Block b of a 256-value type: rows of activations from j, whose sums are acc. */
 INLINE_AMX void amx_block_256(uint32_t type, const tile_acts *x, int j, int rows, int64_t b, amx_room *r, __m512 *acc) {
-    const int pieces = type == T_Q2_K ? 1 : 2;
+    const int pieces = type_is_scaled(type) ? 1 : 2;
     for (int i = 0; i < rows; i++)
         UNROLL for (int c = 0; c < 4; c++)
             _mm512_store_si512(r->a + c * TILE_BYTES + i * 64, _mm512_loadu_si512(x->q[j + i] + b * 256 + c * 64));
@@ -3568,23 +3841,14 @@ INLINE_AMX void amx_block_256(uint32_t type, const tile_acts *x, int j, int rows
         const __m512 a = _mm512_set1_ps(x->d[j + i][b]);
         __m512i dot = _mm512_load_si512(r->c[0][i]);
         if (pieces == 2) dot = _mm512_add_epi32(dot, _mm512_slli_epi32(_mm512_load_si512(r->c[1][i]), 8));
-        acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(r->scale[0], a), acc[i]);
+        if (type == T_Q3_K) dot = _mm512_sub_epi32(dot, q3_k_excess_512(x->sum[j + i] + b * 16));
+        acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(r->block.d, a), acc[i]);
         if (!type_has_min(type)) continue;
         __m512i min = _mm512_setzero_si512();
-        UNROLL for (int k = 0; k < 8; k++) {
-            const uint32_t sums = load_u32((const uint8_t *)(x->sum[j + i] + b * 16 + 2 * k)); /* of 16 values each */
-            min = _mm512_dpwssd_epi32(min, r->min[k], _mm512_set1_epi32((int)sums));
-        }
-        acc[i] = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(min), _mm512_mul_ps(r->min_scale, a), acc[i]);
+        UNROLL for (int k = 0; k < 8; k++) min =
+            _mm512_dpwssd_epi32(min, r->block.min[k], each_512(x->sum[j + i] + b * 16 + 2 * k));
+        acc[i] = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(min), _mm512_mul_ps(r->block.dmin, a), acc[i]);
     }
-}
-
-/* The tree of join_lanes for 16 outputs side by side. */
-INLINE_AMX __m512 amx_join(__m512 (*acc)[16], int i) {
-    __m512 t[8];
-    UNROLL for (int l = 0; l < 8; l++) t[l] = _mm512_add_ps(acc[l][i], acc[l + 8][i]);
-    UNROLL for (int l = 0; l < 4; l++) t[l] = _mm512_add_ps(t[l], t[l + 4]);
-    return _mm512_add_ps(_mm512_add_ps(t[0], t[2]), _mm512_add_ps(t[1], t[3]));
 }
 
 /* 16 outputs. */
@@ -3603,7 +3867,7 @@ INLINE_AMX void amx_outputs(uint32_t type, int64_t n, const uint8_t *w, size_t w
             else amx_block_256(type, x, j, rows, b, r, r->acc[j / 16][b % LANES]);
         }
     }
-    for (int j = 0; j < m; j++) _mm512_storeu_ps(out + (size_t)j * ldo, amx_join(r->acc[j / 16], j % 16));
+    for (int j = 0; j < m; j++) _mm512_storeu_ps(out + (size_t)j * ldo, join_columns_512(&r->acc[j / 16][0][j % 16], 16));
 }
 
 INLINE_AMX void amx_tile(uint32_t type, TILE_ARGS) {
@@ -3894,7 +4158,7 @@ KERNEL_SET(scalar, , 8, 16, quantise_32_body, f16_load_body, f16_store_body, mix
 KERNEL_SET(avx2, TARGET_AVX2, OUTPUTS_256, ROWS_256, quantise_32_256, load_f16_256, store_f16_256, mix_256)
 MAT_FN(avxvnni, TARGET_AVX2, OUTPUTS_256, ROWS_256)
 static const kernels kernels_avxvnni = KERNEL_TABLE(avxvnni, avx2);
-KERNEL_SET(avx512, TARGET_AVX512, 8, 16, quantise_32_256, load_f16_256, store_f16_256, mix_512)
+KERNEL_SET(avx512, TARGET_AVX512, 64, TILE, quantise_32_256, load_f16_256, store_f16_256, mix_512)
 
 static void mat_amx(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x, const int32_t *rows,
                     int m, float *out, size_t ldo) {
@@ -5716,7 +5980,7 @@ static void products(const device *dev, product *list, int count) {
     if (share < CHUNK_NS) share = CHUNK_NS;
     for (int i = 0; i < count; i++) {
         product *p = &list[i];
-        int64_t step = p->m > 16 ? 16 : 8, tile = (share / (output_ns(p) + 1) / step + 1) * step;
+        int64_t step = p->m > 4 ? 32 : 8, tile = (share / (output_ns(p) + 1) / step + 1) * step;
         p->tile = tile < p->n_out ? tile : p->n_out;
         p->first = tiles;
         tiles += (p->n_out + p->tile - 1) / p->tile;
