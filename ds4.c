@@ -3599,7 +3599,7 @@ INLINE_512 void side_512(uint32_t type, int64_t n, const uint8_t *w, size_t w_st
     const int64_t blocks = n / t->block, most = t->block == 256 ? 1 : LANES * GROUPS_512, stride = (int64_t)w_stride;
     side512 s;
     s.next = w + SIDE_512 * stride;
-    if (blocks < LANES) memset(s.acc, 0, (size_t)m * sizeof *s.acc);
+    for (int j = 0; j < m && blocks < LANES; j++) memset(s.acc[j][blocks], 0, (size_t)(LANES - blocks) * sizeof *s.acc[j]);
     for (int64_t b = 0, count; b < blocks; b += count) {
         count = blocks - b < most ? blocks - b : most;
         if (count > LANES) count -= count % LANES; /* the last group, if it has fewer blocks, by itself */
@@ -4158,7 +4158,7 @@ KERNEL_SET(scalar, , 8, 16, quantise_32_body, f16_load_body, f16_store_body, mix
 KERNEL_SET(avx2, TARGET_AVX2, OUTPUTS_256, ROWS_256, quantise_32_256, load_f16_256, store_f16_256, mix_256)
 MAT_FN(avxvnni, TARGET_AVX2, OUTPUTS_256, ROWS_256)
 static const kernels kernels_avxvnni = KERNEL_TABLE(avxvnni, avx2);
-KERNEL_SET(avx512, TARGET_AVX512, 64, TILE, quantise_32_256, load_f16_256, store_f16_256, mix_512)
+KERNEL_SET(avx512, TARGET_AVX512, 256, TILE, quantise_32_256, load_f16_256, store_f16_256, mix_512)
 
 static void mat_amx(uint32_t type, int64_t n, const uint8_t *w, size_t w_stride, int n_out, const acts *x, const int32_t *rows,
                     int m, float *out, size_t ldo) {
