@@ -78,6 +78,10 @@ build/hooks.so: tests/hooks.c tests/*.inc ds4.c ds4.h ds4_tables.inc ds4_unicode
 build/hooks_faults.so: tests/hooks.c tests/*.inc ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
 	$(BUILD) -O1 -DDS4_FAULTS -Wno-unused-function -shared tests/hooks.c -o $@ -lm
 
+# The same with AMX's tile registers in C.
+build/hooks_tiles.so: tests/hooks.c tests/tiles.h tests/*.inc ds4.c ds4.h ds4_tables.inc ds4_unicode.inc | build
+	$(BUILD) -O1 -include tests/tiles.h -Wno-unused-function -shared tests/hooks.c -o $@ -lm
+
 build/test_api: tests/test_api.c libds4.a ds4.h
 	$(BUILD) -I. tests/test_api.c libds4.a -o $@ -lm
 

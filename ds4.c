@@ -3694,6 +3694,11 @@ typedef struct {
     __m512 acc[AMX_MOST / 16][LANES][16]; /* by rows, the lane of the sum, row: lanes are outputs */
 } amx_room;
 
+/* A test may have the tiles in C (tests/tiles.h). */
+#ifndef LOAD_TILE_SETTINGS
+#define LOAD_TILE_SETTINGS(config) __asm__ volatile("ldtilecfg %0" : : "m"(config))
+#endif
+
 /* Tiles 0 to 3 are sums, then come two pairs of activations and weights. */
 INLINE_AMX void amx_configure(int a_bytes, int b_lines) {
     struct {
@@ -3705,7 +3710,7 @@ INLINE_AMX void amx_configure(int a_bytes, int b_lines) {
         config.bytes[i] = (uint16_t)(i == 4 || i == 6 ? a_bytes : 64);
         config.rows[i] = (uint8_t)(i == 5 || i == 7 ? b_lines : 16);
     }
-    __asm__ volatile("ldtilecfg %0" : : "m"(config));
+    LOAD_TILE_SETTINGS(config);
 }
 
 /* What was stored before must be in memory, which compilers need to be told. */

@@ -48,3 +48,11 @@ def ds4() -> Path:
 def hooks() -> ctypes.CDLL:
     """ds4.c as a library with the test hooks of hooks.c."""
     return ctypes.CDLL(str(make("build/hooks.so")))
+
+
+@pytest.fixture(scope="session")
+def tiles(hooks: ctypes.CDLL) -> ctypes.CDLL | None:
+    """The same with AMX's tiles in C (tiles.h), for a CPU that has AVX-512 and no AMX; None for any other."""
+    if hooks.hook_has_kernels(b"amx") or not hooks.hook_has_kernels(b"avx512"):
+        return None
+    return ctypes.CDLL(str(make("build/hooks_tiles.so")))

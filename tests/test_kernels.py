@@ -81,7 +81,9 @@ class Kernels:
 
 
 @pytest.fixture(params=ISAS)
-def kern(request: pytest.FixtureRequest, hooks: ctypes.CDLL) -> Kernels:
+def kern(request: pytest.FixtureRequest, hooks: ctypes.CDLL, tiles: ctypes.CDLL | None) -> Kernels:
+    if request.param == "amx" and tiles:
+        return Kernels(tiles, request.param)
     if not hooks.hook_has_kernels(request.param.encode()):
         pytest.skip(f"this CPU has no {request.param}")
     return Kernels(hooks, request.param)
