@@ -3347,29 +3347,6 @@ typedef struct {
     int64_t share;
 } side512;
 
-/* Fields of `bits` bits of 32 bytes from byte `at` of a block on to bit `to` of the values of runs w[0], w[step] and so on. */
-INLINE_512 void column_fields_512(blocks512 b, int64_t at, int bits, int to, int step, __m512i (*w)[8]) {
-    __m512i v[8];
-    gather_words_512(b, at, v);
-    const __m512i mask = _mm512_set1_epi8((char)(((1 << bits) - 1) << to));
-    UNROLL for (int f = 0; f < 8 / bits; f++) UNROLL for (int k = 0; k < 8; k++) {
-        const __m512i field = _mm512_rorv_epi32(v[k], _mm512_set1_epi32(bits * f - to));
-        w[f * step][k] = to == 0 ? _mm512_and_si512(field, mask) : _mm512_ternarylogic_epi64(w[f * step][k], field, mask, 0xf8);
-    }
-}
-
-INLINE_512 void column_values_512(uint32_t type, blocks512 b, __m512i (*w)[8]) {
-    const bool two = type_is_scaled(type);
-    const int low = type == T_Q5_K ? 48 : type == T_Q3_K ? 32 : type == T_Q6_K ? 0 : 16;
-    for (int g = 0; g < 2 && two; g++) column_fields_512(b, low + 32 * g, 2, 0, 1, w + 4 * g);
-    for (int g = 0; g < 4 && !two; g++)
-        if (type == T_Q6_K) column_fields_512(b, low + 32 * g, 4, 0, 2, w + g / 2 * 4 + g % 2);
-        else column_fields_512(b, low + 32 * g, 4, 0, 1, w + 2 * g);
-    if (type == T_Q3_K) column_fields_512(b, 0, 1, 2, 1, w);
-    if (type == T_Q5_K) column_fields_512(b, 16, 1, 4, 1, w);
-    for (int g = 0; g < 2 && type == T_Q6_K; g++) column_fields_512(b, 128 + 32 * g, 2, 4, 1, w + 4 * g);
-}
-
 /* Of each word of v the bytes whose numbers the bytes of `at` are, 0 where it is 0x80. */
 INLINE_512 __m512i pick_bytes_512(__m512i v, uint32_t at) {
     const __m512i word = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
@@ -3412,6 +3389,32 @@ INLINE_512 void scale_bytes_512(uint32_t type, __m512i scale, __m512i *w) {
     }
 }
 
+/* Values of Q2_K to Q6_K: of each byte of 32 a field of 2 or 4 bits, and of Q3_K, Q5_K and Q6_K one of 1 or 2 bits above that. */
+INLINE_512 void column_values_512(uint32_t type, blocks512 b, const __m512i scale[4], columns512 *u) {
+    const bool above = type == T_Q5_K || type_has_offset(type);
+    const int bits = type_is_scaled(type) ? 2 : 4, more = type == T_Q6_K ? 2 : 1, fields = 8 / bits;
+    const int low = type == T_Q5_K ? 48 : type == T_Q3_K ? 32 : type == T_Q6_K ? 0 : 16;
+    const int high = type == T_Q5_K ? 16 : type == T_Q6_K ? 128 : 0;
+    const __m512i mask = _mm512_set1_epi8((char)((1 << bits) - 1)), top = _mm512_set1_epi8((char)(((1 << more) - 1) << bits));
+    __m512i v[8], h[8];
+    UNROLL for (int g = 0; g < 8 / fields; g++) {
+        gather_words_512(b, low + 32 * g, v);
+        if (above && (type == T_Q6_K ? g % 2 == 0 : g == 0)) gather_words_512(b, high + 16 * g, h);
+        UNROLL for (int f = 0; f < fields; f++) {
+            const int r = type == T_Q6_K ? g / 2 * 4 + g % 2 + 2 * f : g * fields + f;
+            const __m512i shift = _mm512_set1_epi32(bits * f), turn = _mm512_set1_epi32(more * r % 8 - bits);
+            __m512i w[8];
+            UNROLL for (int k = 0; k < 8; k++) {
+                w[k] = _mm512_and_si512(_mm512_srlv_epi32(v[k], shift), mask);
+                if (above) w[k] = _mm512_ternarylogic_epi64(w[k], _mm512_rorv_epi32(h[k], turn), top, 0xf8); /* w | (h & top) */
+            }
+            UNROLL for (int i = 2 * r; i < 2 * r + 2 && type_is_scaled(type); i++)
+                scale_bytes_512(type, pick_bytes_512(scale[i / 4], (uint32_t)i % 4 * 0x01010101), w + i % 2 * 4);
+            UNROLL for (int k = 0; k < 8; k++) u->w[r][k] = w[k];
+        }
+    }
+}
+
 /* IQ2_XXS: run by run, the eight rows of two quarters beside those of the two others. */
 INLINE_512 void columns_iq2_xxs_512(blocks512 b, columns512 *u) {
     for (int g = 0; g < 8; g += 2) {
@@ -3447,15 +3450,14 @@ INLINE_512 void unpack_columns_512(uint32_t type, blocks512 b, columns512 *u) {
         columns_iq2_xxs_512(b, u);
         return;
     }
-    column_values_512(type, b, u->w);
     load_quarters_512(b, scales, r);
     interleave_512(r, s);
     column_scales_512(type, s, scale, min);
+    column_values_512(type, b, scale, u);
     UNROLL for (uint32_t i = 0; i < 16; i++) {
         const uint32_t at = i % 4 * 0x01010101;
-        if (type_is_scaled(type)) scale_bytes_512(type, pick_bytes_512(scale[i / 4], at), &u->w[i / 2][i % 2 * 4]);
-        else if (type == T_Q6_K) u->scale[i] = _mm512_srai_epi32(pick_bytes_512(scale[i / 4], at | 0x808080), 24);
-        else if (i < 8) u->scale[i] = pick_bytes_512(scale[i / 4], at | 0x80808000);
+        if (type == T_Q6_K) u->scale[i] = _mm512_srai_epi32(pick_bytes_512(scale[i / 4], at | 0x808080), 24);
+        else if (i < 8 && !type_is_scaled(type)) u->scale[i] = pick_bytes_512(scale[i / 4], at | 0x80808000);
     }
     UNROLL for (uint32_t i = 0; i < 8; i++) {
         if (type == T_Q2_K) u->min[i] = pick_bytes_512(min[i / 2], 0x80018000 + i % 2 * 0x20002);
@@ -3607,7 +3609,11 @@ INLINE_512 void side_512(uint32_t type, int64_t n, const uint8_t *w, size_t w_st
             for (int h = 0; h < 2; h++) {
                 const blocks512 from = column_blocks(w + LANES * h * stride + (b + i) * t->bytes, stride);
                 if (t->block == 256) unpack_columns_512(type, from, &s.block[h]);
-                else unpack_group_512(type, from, &s.group[i % LANES][i / LANES][h]);
+                else {
+                    group512 u; /* each vector is stored once */
+                    unpack_group_512(type, from, &u);
+                    s.group[i % LANES][i / LANES][h] = u;
+                }
             }
         s.share = SIDE_512 * count * t->bytes / ((m + 5) / 6 * (t->block == 256 ? 8 : LANES));
         for (int j = 0; j < m;) { /* 6 rows at a time, or 4, so that there is at most one too many */
