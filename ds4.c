@@ -3051,6 +3051,7 @@ INLINE_512 void q32_few_512(uint32_t type, TILE_ARGS) {
         }
         if (blocks - b == 8 && m == 1) q32_group_512(type, true, 1, b, 8, row + b * size, other, x, acc, &ahead);
         else if (blocks - b == 8) q32_group_512(type, true, m, b, 8, row + b * size, other, x, acc, &ahead);
+        else if (blocks - b == 4) q32_group_512(type, true, m, b, 4, row + b * size, other, x, acc, &ahead);
         else if (b < blocks) q32_group_512(type, true, m, b, blocks - b, row + b * size, other, x, acc, &ahead);
         for (int j = 0; j < m; j++) {
             const __m512 sum = join_2_512(acc[j]);
