@@ -3409,8 +3409,9 @@ INLINE_512 void column_values_512(uint32_t type, blocks512 b, const __m512i scal
                 w[k] = _mm512_and_si512(_mm512_srlv_epi32(v[k], shift), mask);
                 if (above) w[k] = _mm512_ternarylogic_epi64(w[k], _mm512_rorv_epi32(h[k], turn), top, 0xf8); /* w | (h & top) */
             }
-            UNROLL for (int i = 2 * r; i < 2 * r + 2 && type_is_scaled(type); i++)
-                scale_bytes_512(type, pick_bytes_512(scale[i / 4], (uint32_t)i % 4 * 0x01010101), w + i % 2 * 4);
+            if (type_is_scaled(type))
+                UNROLL for (int i = 2 * r; i < 2 * r + 2; i++)
+                    scale_bytes_512(type, pick_bytes_512(scale[i / 4], (uint32_t)i % 4 * 0x01010101), w + i % 2 * 4);
             UNROLL for (int k = 0; k < 8; k++) u->w[r][k] = w[k];
         }
     }
