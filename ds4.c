@@ -2998,8 +2998,7 @@ INLINE_512 void q32_group_512(uint32_t type, const bool half, int m, int64_t b, 
     group512 u[2];
     q32_fetch_512(type, true, ahead);
     if (half) unpack_group_512(type, (blocks512){w, w + other, blocks, blocks, size}, &u[0]);
-    else
-        UNROLL for (int o = 0; o < 2; o++) unpack_group_512(type, row_blocks(w + (o ? other : 0), size, blocks), &u[o]);
+    else UNROLL for (int o = 0; o < 2; o++) unpack_group_512(type, row_blocks(w + (o ? other : 0), size, blocks), &u[o]);
     q32_fetch_512(type, false, ahead);
     for (int j = 0; j < m; j++) {
         const int8_t *q = x->q[j] + b * 32;
@@ -3061,98 +3060,14 @@ INLINE_512 void q32_few_512(uint32_t type, TILE_ARGS) {
     }
 }
 
-/* A block of 256 weights in the order of act_offset: a part a vector, as unsigned bytes (Q3_K: 4 too large, Q6_K: 32, IQ2_XXS:
- * 43); a scale for each word of four bytes; and a minimum for each 16 values, or for Q3_K and Q6_K their excess * scale, which
- * belongs to the same sum. Scales are (s, 0) as pairs of int16, but for Q6_K, where they are int32. */
+/* A run of 32 values of each of eight rows, a 64-bit word of a vector for each: part c of a vector holds values 8c to 8c + 7, as
+ * unsigned bytes (Q3_K: 4 too large, Q6_K: 32, IQ2_XXS: 43). Scales, of the run or of its halves, are (s, 0) as pairs of int16; of
+ * Q6_K and IQ2_XXS int32. */
 typedef struct {
-    __m512i w[4];
-    __m512i scale[2]; /* of parts 0 and 1, of parts 2 and 3; [0] is all there is with one scale for 32 values */
-    __m256i min;
-} wblock512;
+    __m512i w[4], scale[2];
+} run512;
 
 ALWAYS_INLINE bool type_has_halves(uint32_t type) { return type == T_Q2_K || type == T_Q3_K || type == T_Q6_K; }
-
-/* The bytes s[step * r + first] for the eight runs r, each to byte `to` of both its words; the others are 0. */
-INLINE_512 __m512i spread_512(__m128i s, int step, int first, int to) {
-    const __m512i run = _mm512_setr_epi64(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303, 0x0404040404040404,
-                                          0x0505050505050505, 0x0606060606060606, 0x0707070707070707);
-    const __m512i at = _mm512_add_epi8(step == 2 ? _mm512_add_epi8(run, run) : run, _mm512_set1_epi8((char)first));
-    return _mm512_maskz_permutexvar_epi8(0x1111111111111111u << to, at, _mm512_castsi128_si512(s));
-}
-
-/* Each of the eight 64-bit words of v that `of` names, shifted right by `by`. */
-INLINE_512 __m512i runs_512(__m512i of, __m512i v, __m512i by) {
-    return _mm512_srlv_epi64(_mm512_permutexvar_epi64(of, v), by);
-}
-
-/* The 2-bit values of Q2_K and Q3_K. */
-INLINE_512 void two_bits_512(const uint8_t *p, wblock512 *u) {
-    const __m512i v = _mm512_loadu_si512(p), by = _mm512_setr_epi64(0, 2, 4, 6, 0, 2, 4, 6);
-    const __m512i half = _mm512_setr_epi64(0, 0, 0, 0, 4, 4, 4, 4);
-    UNROLL for (int c = 0; c < 4; c++) u->w[c] =
-        _mm512_and_si512(runs_512(_mm512_add_epi64(half, _mm512_set1_epi64(c)), v, by), _mm512_set1_epi8(3));
-}
-
-/* The 4-bit values of Q4_K and Q5_K; of Q6_K, where the order of the runs is another, the low ones. */
-INLINE_512 void four_bits_512(uint32_t type, const uint8_t *p, wblock512 *u) {
-    const __m512i lo = _mm512_loadu_si512(p), hi = _mm512_loadu_si512(p + 64);
-    const __m512i by = type == T_Q6_K ? _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4) : _mm512_setr_epi64(0, 4, 0, 4, 0, 4, 0, 4);
-    const __m512i of =
-        type == T_Q6_K ? _mm512_setr_epi64(0, 4, 0, 4, 8, 12, 8, 12) : _mm512_setr_epi64(0, 0, 4, 4, 8, 8, 12, 12);
-    UNROLL for (int c = 0; c < 4; c++) {
-        const __m512i v = _mm512_permutex2var_epi64(lo, _mm512_add_epi64(of, _mm512_set1_epi64(c)), hi);
-        u->w[c] = _mm512_and_si512(_mm512_srlv_epi64(v, by), _mm512_set1_epi8(15));
-    }
-}
-
-/* One more bit of each value, bit r of byte i for value i of run r, to bit `to`. */
-INLINE_512 void add_bits_512(const uint8_t *p, int to, wblock512 *u) {
-    const __m512i by = _mm512_sub_epi64(_mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), _mm512_set1_epi64(to));
-    UNROLL for (int c = 0; c < 4; c++) {
-        const __m512i v = _mm512_rorv_epi64(_mm512_set1_epi64((long long)load_u64(p + 8 * c)), by);
-        u->w[c] = _mm512_ternarylogic_epi64(u->w[c], v, _mm512_set1_epi8((char)(1 << to)), 0xf8); /* w | (v & bit) */
-    }
-}
-
-INLINE_512 void unpack_q2_k_512(const uint8_t *b, wblock512 *u) {
-    const __m128i s = _mm_loadu_si128((const void *)b), low = _mm_set1_epi8(15);
-    const __m128i scale = _mm_and_si128(s, low);
-    UNROLL for (int i = 0; i < 2; i++) u->scale[i] = spread_512(scale, 2, i, 0);
-    u->min = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(s, 4), low));
-    two_bits_512(b + 16, u);
-}
-
-INLINE_512 void unpack_q3_k_512(const uint8_t *b, wblock512 *u) {
-    const __m128i scale = q3_k_scales(b + 96);
-    UNROLL for (int i = 0; i < 2; i++) u->scale[i] = _mm512_srai_epi16(spread_512(scale, 2, i, 1), 8);
-    u->min = _mm256_slli_epi16(_mm256_cvtepi8_epi16(scale), 2);
-    two_bits_512(b + 32, u);
-    add_bits_512(b, 2, u);
-}
-
-INLINE_512 void unpack_q4_k_512(const uint8_t *b, wblock512 *u) {
-    u->scale[0] = spread_512(k_scales(b + 4, &u->min), 1, 0, 0);
-    four_bits_512(T_Q4_K, b + 16, u);
-}
-
-INLINE_512 void unpack_q5_k_512(const uint8_t *b, wblock512 *u) {
-    u->scale[0] = spread_512(k_scales(b + 4, &u->min), 1, 0, 0);
-    four_bits_512(T_Q5_K, b + 48, u);
-    add_bits_512(b + 16, 4, u);
-}
-
-INLINE_512 void unpack_q6_k_512(const uint8_t *b, wblock512 *u) {
-    const __m128i scale = _mm_loadu_si128((const void *)(b + 192));
-    UNROLL for (int i = 0; i < 2; i++) u->scale[i] = _mm512_srai_epi32(spread_512(scale, 2, i, 3), 24);
-    u->min = _mm256_slli_epi16(_mm256_cvtepi8_epi16(scale), 5);
-    four_bits_512(T_Q6_K, b, u);
-    const __m512i high = _mm512_loadu_si512(b + 128), half = _mm512_setr_epi64(0, 0, 0, 0, 4, 4, 4, 4);
-    const __m512i by = _mm512_setr_epi64(60, 62, 0, 2, 60, 62, 0, 2); /* two bits of a byte, moved to bit 4 */
-    UNROLL for (int c = 0; c < 4; c++) {
-        const __m512i v = _mm512_permutexvar_epi64(_mm512_add_epi64(half, _mm512_set1_epi64(c)), high);
-        u->w[c] = _mm512_ternarylogic_epi64(u->w[c], _mm512_rorv_epi64(v, by), _mm512_set1_epi8(0x30), 0xf8);
-    }
-}
 
 /* Bytes of a table of 256 by 64 indexes. */
 INLINE_512 __m512i lookup_512(const uint8_t *table, __m512i at) {
@@ -3161,11 +3076,11 @@ INLINE_512 __m512i lookup_512(const uint8_t *table, __m512i at) {
     return _mm512_mask_blend_epi8(_mm512_movepi8_mask(at), low, high);
 }
 
-/* Two blocks of IQ2_XXS, each value 43 too large. 64 bits of a block are a run: four code words (part c is code word c), then
- * four times seven signs and a scale. The code words' two bits of magnitude a value are looked up for both blocks together; what
- * comes out is eight bytes of eight values each, and gf2p8affineqb, whose matrix they are, turns that into eight values of eight
- * bits each. So do the signs, where the eighth value takes the parity of seven bits. A third lookup makes bytes of those bits. */
-INLINE_512 void unpack_iq2_xxs_512(const __m512i raw[2], wblock512 u[2]) {
+/* The values of two runs of IQ2_XXS. A word is four code words (part c is code word c), then four times seven signs and a scale.
+ * The code words' two bits of magnitude a value are looked up for both runs together; what comes out is eight bytes of eight values
+ * each, and gf2p8affineqb, whose matrix they are, turns that into eight values of eight bits each. So do the signs, where the eighth
+ * value takes the parity of seven bits. A third lookup makes bytes of those bits. */
+INLINE_512 void unpack_iq2_xxs_512(const __m512i raw[2], run512 u[2]) {
     const __m512i code = _mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(raw[0]), _mm512_castsi512_ps(raw[1]), 0x88));
     const __m512i high = lookup_512(iq2_levels[0], code), low = lookup_512(iq2_levels[1], code);
     const __m512i level[2] = {_mm512_unpacklo_epi8(high, low), _mm512_unpackhi_epi8(high, low)};
@@ -3178,145 +3093,374 @@ INLINE_512 void unpack_iq2_xxs_512(const __m512i raw[2], wblock512 u[2]) {
         const __m512i part[4] = {_mm512_srli_epi16(bits, 2), bits, bits, bits};
         UNROLL for (int c = 0; c < 4; c++) {
             const __m512i from = _mm512_set1_epi8((char)(c == 3 ? 0x03 : c == 2 ? 0x0c : 0x30));
-            const __m512i at = _mm512_ternarylogic_epi64(from, part[c], sign, 0xca); /* from ? part : sign */
+            const __m512i at = _mm512_ternarylogic_epi64(part[c], sign, from, 0xe4); /* from ? part : sign */
             u[i].w[c] = _mm512_permutexvar_epi8(at, _mm512_loadu_si512(iq2_values[c]));
         }
-        const __m512i top = _mm512_or_si512(_mm512_srli_epi32(raw[i], 27), _mm512_set1_epi32(1)); /* 1 + 2 * scale */
-        u[i].scale[0] = _mm512_shuffle_epi32(top, 0xf5);
     }
 }
 
-/* Two blocks. */
-INLINE_512 void unpack_512(uint32_t type, const uint8_t *b0, const uint8_t *b1, wblock512 u[2]) {
-    if (type == T_IQ2_XXS) {
-        const __m512i raw[2] = {_mm512_loadu_si512(b0 + 2), _mm512_loadu_si512(b1 + 2)};
-        unpack_iq2_xxs_512(raw, u);
-        return;
+/* Few rows of activations against a 256-value type: eight rows of weights at a time, block by block, a word for each, so that no sum
+ * crosses rows. Of the activations a vector holds the same eight values in every word. Twice eight rows make a vector of outputs. */
+
+/* Compilers would keep all that a loop reads again, or its addresses, in memory of their own. */
+#define READ_AGAIN(p) __asm__("" : "+r"(p))
+
+/* The blocks at the same place of eight rows; block i is first[i / 4] + i % 4 * step. */
+typedef struct {
+    const uint8_t *first[2];
+    size_t step, three;
+} eight512;
+
+ALWAYS_INLINE eight512 eight_from(const uint8_t *p, size_t step) {
+    eight512 e = {{p, p + 4 * step}, step, 3 * step};
+    READ_AGAIN(e.first[0]);
+    READ_AGAIN(e.first[1]);
+    READ_AGAIN(e.step);
+    READ_AGAIN(e.three);
+    return e;
+}
+
+/* Byte `at` of block i. */
+ALWAYS_INLINE const uint8_t *eight_at(const eight512 *e, int i, int at) {
+    const uint8_t *p = e->first[i / 4] + at;
+    return i % 4 == 3 ? p + e->three : p + (size_t)(i % 4) * e->step;
+}
+
+/* Four words of each of eight rows, word c to w[c]. */
+INLINE_512 void words_512(const eight512 *e, int at, __m512i w[4]) {
+    __m512i v[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        const int first = i / 2 * 4 + i % 2;
+        v[i] = _mm512_castsi256_si512(_mm256_loadu_si256((const void *)eight_at(e, first, at)));
+        v[i] = _mm512_mask_broadcast_i64x4(v[i], 0xf0, _mm256_loadu_si256((const void *)eight_at(e, first + 2, at)));
     }
-    for (int i = 0; i < 2; i++) {
-        const uint8_t *b = i ? b1 : b0;
-        switch (type) {
-        case T_Q2_K: unpack_q2_k_512(b, &u[i]); break;
-        case T_Q3_K: unpack_q3_k_512(b, &u[i]); break;
-        case T_Q4_K: unpack_q4_k_512(b, &u[i]); break;
-        case T_Q5_K: unpack_q5_k_512(b, &u[i]); break;
-        default: unpack_q6_k_512(b, &u[i]); break;
+    UNROLL for (int i = 0; i < 2; i++) {
+        const __m512i a = i ? _mm512_unpackhi_epi64(v[0], v[1]) : _mm512_unpacklo_epi64(v[0], v[1]);
+        const __m512i b = i ? _mm512_unpackhi_epi64(v[2], v[3]) : _mm512_unpacklo_epi64(v[2], v[3]);
+        w[i] = _mm512_shuffle_i64x2(a, b, 0x88);
+        w[i + 2] = _mm512_shuffle_i64x2(a, b, 0xdd);
+    }
+}
+
+/* Two words of each. */
+INLINE_512 void pairs_512(const eight512 *e, int at, __m512i w[2]) {
+    __m512i v[2];
+    UNROLL for (int i = 0; i < 2; i++) {
+        v[i] = _mm512_castsi128_si512(_mm_loadu_si128((const void *)eight_at(e, i, at)));
+        UNROLL for (int k = 1; k < 4; k++) v[i] = _mm512_mask_broadcast_i32x4(
+            v[i], (__mmask16)(15 << 4 * k), _mm_loadu_si128((const void *)eight_at(e, i + 2 * k, at)));
+    }
+    w[0] = _mm512_unpacklo_epi64(v[0], v[1]);
+    w[1] = _mm512_unpackhi_epi64(v[0], v[1]);
+}
+
+/* The bytes of every word that `at` names, 0 where it says 0x80. */
+INLINE_512 __m512i pick_512(__m512i v, uint64_t at) {
+    return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(_mm_set_epi64x((long long)(at + 0x0808080808080808u), (long long)at)));
+}
+
+/* A block of eight rows as it is loaded: what runs of 32 values are made of. */
+typedef struct {
+    __m512i w[8], high[4]; /* words with bits of values; IQ2_XXS: one of each run */
+    __m512i scale[4]; /* a byte for each run or half of it; IQ2_XXS: words of 32 bits */
+    __m512i min[4]; /* what goes with the sums of 16 activations, four int16 to a word: minimums, or the excess * scale */
+} parts512;
+
+/* The scales and minimums of Q4_K and Q5_K: unpack_k_scales. */
+INLINE_512 void eight_k_scales_512(const eight512 *e, parts512 *u) {
+    __m512i t[2]; /* d, dmin, s[0] to s[3]; s[4] to s[11] */
+    pairs_512(e, 0, t);
+    const __m512i low = _mm512_set1_epi64(0x0f0f0f0f3f3f3f3f), high = _mm512_set1_epi64(0x3030303000000000);
+    const __m512i scale = _mm512_mask_shuffle_epi32(t[1], 0x5555, t[0], 0xf5); /* s[0] to s[3], s[8] to s[11] */
+    u->scale[0] = _mm512_ternarylogic_epi64(_mm512_and_si512(scale, low), _mm512_srli_epi64(t[0], 2), high, 0xf8);
+    const __m512i min = _mm512_srlv_epi32(t[1], _mm512_set1_epi64(4LL << 32)); /* s[4] to s[7], s[8] to s[11] >> 4 */
+    const __m512i more = _mm512_shuffle_epi32(_mm512_srli_epi64(t[1], 2), 0xa0);
+    const __m512i all = _mm512_ternarylogic_epi64(_mm512_and_si512(min, low), more, high, 0xf8);
+    UNROLL for (int i = 0; i < 4; i++) u->min[i] = pick_512(all, 0x8001800180008000u + (uint64_t)i * 0x0002000200020002u);
+}
+
+INLINE_512 void eight_q3_k_scales_512(const eight512 *e, __m512i scale[2]) {
+    __m512i t[2]; /* two bytes of something else, s[0] to s[5]; s[6] to s[11], d */
+    pairs_512(e, 94, t);
+    const __m512i low = _mm512_or_si512(_mm512_srli_epi64(t[0], 16), _mm512_slli_epi64(t[1], 48)); /* s[0] to s[7] */
+    const __m512i high = _mm512_shuffle_epi32(_mm512_srli_epi64(t[1], 16), 0xa0); /* s[8] to s[11], twice */
+    const __m512i bits[2] = {_mm512_sllv_epi32(high, _mm512_set1_epi64(2LL << 32 | 4)),
+                             _mm512_srlv_epi32(high, _mm512_set1_epi64(2LL << 32))};
+    UNROLL for (int i = 0; i < 2; i++) {
+        const __m512i four = _mm512_and_si512(i ? _mm512_srli_epi16(low, 4) : low, _mm512_set1_epi8(15));
+        const __m512i six = _mm512_ternarylogic_epi64(four, bits[i], _mm512_set1_epi8(0x30), 0xf8);
+        scale[i] = _mm512_sub_epi8(six, _mm512_set1_epi8(32));
+    }
+}
+
+INLINE_512 void eight_scales_512(uint32_t type, const eight512 *e, parts512 *u) {
+    if (type == T_IQ2_XXS) {
+        UNROLL for (int i = 0; i < 4; i++) { /* 1 + 2 * scale of two runs */
+            const __m512i top = _mm512_mask_shuffle_epi32(u->w[2 * i + 1], 0x5555, u->w[2 * i], 0xf5);
+            u->scale[i] = _mm512_or_si512(_mm512_srli_epi32(top, 27), _mm512_set1_epi32(1));
+            u->min[i] = _mm512_mullo_epi32(u->scale[i], _mm512_set1_epi32(IQ2_OFFSET * 0x10001));
+        }
+    } else if (type == T_Q4_K || type == T_Q5_K) {
+        eight_k_scales_512(e, u);
+    } else if (type == T_Q2_K) {
+        const __m512i low = _mm512_set1_epi8(15);
+        __m512i t[2], m[2];
+        pairs_512(e, 0, t);
+        UNROLL for (int i = 0; i < 2; i++) {
+            u->scale[i] = _mm512_and_si512(t[i], low);
+            m[i] = _mm512_and_si512(_mm512_srli_epi16(t[i], 4), low);
+        }
+        UNROLL for (int i = 0; i < 4; i++) u->min[i] =
+            pick_512(m[i / 2], 0x8003800280018000u + (uint64_t)(i % 2) * 0x0004000400040004u);
+    } else {
+        if (type == T_Q3_K) eight_q3_k_scales_512(e, u->scale);
+        else pairs_512(e, 192, u->scale);
+        UNROLL for (int i = 0; i < 4; i++) {
+            const uint64_t at = 0x0380028001800080u + (uint64_t)(i % 2) * 0x0400040004000400u; /* to the upper bytes */
+            u->min[i] = _mm512_srai_epi16(pick_512(u->scale[i / 2], at), type == T_Q3_K ? 6 : 3);
         }
     }
 }
 
-/* The sums of 16 vectors of 16, the sum of v[b] in lane b. */
-INLINE_512 __m512i sum_each_512(const __m512i *v) {
-    __m512i x[4];
-    for (int g = 0; g < 4; g++) {
-        __m512i a[4];
-        for (int i = 0; i < 4; i++) a[i] = v[4 * g + i];
-        a[0] = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
-        a[2] = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
-        x[g] = _mm512_add_epi32(_mm512_unpacklo_epi64(a[0], a[2]), _mm512_unpackhi_epi64(a[0], a[2]));
+/* What runs r to r + 3 need (r is 0 or 4). */
+INLINE_512 void eight_load_512(uint32_t type, const eight512 *e, int r, parts512 *u) {
+    const int at = type == T_IQ2_XXS                  ? 2
+                   : type == T_Q2_K || type == T_Q4_K ? 16
+                   : type == T_Q3_K                   ? 32
+                   : type == T_Q5_K                   ? 48
+                                                      : 0;
+    const bool wide = type == T_Q4_K || type == T_Q5_K || type == T_Q6_K; /* 64 bytes of low bits for four runs, others 32 */
+    if (r == 0 || wide) {
+        words_512(e, at + 16 * r, u->w);
+        words_512(e, at + 16 * r + 32, u->w + 4);
     }
-    for (int g = 0; g < 4; g += 2)
-        x[g] = _mm512_add_epi32(_mm512_shuffle_i32x4(x[g], x[g + 1], 0x44), _mm512_shuffle_i32x4(x[g], x[g + 1], 0xee));
-    return _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[2], 0x88), _mm512_shuffle_i32x4(x[0], x[2], 0xdd));
+    if (type == T_Q6_K) words_512(e, 128 + 8 * r, u->high);
+    if (r > 0) return;
+    if (type == T_Q3_K || type == T_Q5_K) words_512(e, type == T_Q5_K ? 16 : 0, u->high);
+    eight_scales_512(type, e, u);
 }
 
-/* The sums of 16 vectors of 8, that of v[b] in lane b, which come as v[i] beside v[i+4] and v[i+8] beside v[i+12]. */
-INLINE_512 __m512i sum_each_half_512(const __m512i *v) {
-    __m512i x[2];
-    for (int g = 0; g < 2; g++) {
-        const __m512i *a = v + 4 * g;
-        const __m512i lo = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
-        const __m512i hi = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
-        x[g] = _mm512_add_epi32(_mm512_unpacklo_epi64(lo, hi), _mm512_unpackhi_epi64(lo, hi));
-    }
-    return _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[1], 0x88), _mm512_shuffle_i32x4(x[0], x[1], 0xdd));
+/* Part c of run r; not of IQ2_XXS. */
+INLINE_512 __m512i eight_part_512(uint32_t type, const parts512 *u, int r, int c) {
+    const int k = r % 4;
+    const bool two = type == T_Q2_K || type == T_Q3_K;
+    const int word = two ? r / 4 * 4 : type == T_Q6_K ? k % 2 * 4 : k / 2 * 4;
+    const int by = two ? 2 * k : type == T_Q6_K ? k / 2 * 4 : k % 2 * 4;
+    __m512i v = u->w[word + c];
+    if (by) v = _mm512_srli_epi16(v, by);
+    v = _mm512_and_si512(v, _mm512_set1_epi8(two ? 3 : 15));
+    if (type == T_Q2_K || type == T_Q4_K) return v;
+    /* one more bit of each value, or two, from bit `from` to bit `to` */
+    const int to = type == T_Q3_K ? 2 : 4, from = type == T_Q6_K ? 2 * k : r;
+    __m512i h = u->high[c];
+    if (from > to) h = _mm512_srli_epi16(h, from - to);
+    if (from < to) h = _mm512_slli_epi16(h, to - from);
+    return _mm512_ternarylogic_epi64(v, h, _mm512_set1_epi8(type == T_Q3_K ? 4 : type == T_Q5_K ? 16 : 48), 0xf8);
 }
 
-/* The products of up to 16 blocks with one row of activations before their lanes are summed; the minimums' in the order
- * sum_each_half_512 wants. */
-typedef struct {
-    __m512i dot[LANES];
-    __m256i min[LANES];
-} partial512;
+/* The scale of run r or of one of its halves. */
+INLINE_512 __m512i eight_scale_512(uint32_t type, const parts512 *u, int r, int half) {
+    if (type == T_IQ2_XXS)
+        return r % 2 ? _mm512_shuffle_epi32(u->scale[r / 2], 0xf5) : _mm512_shuffle_epi32(u->scale[r / 2], 0xa0);
+    const int i = type_has_halves(type) ? 2 * r + half : r, to = type == T_Q3_K ? 1 : type == T_Q6_K ? 3 : 0;
+    const uint64_t at = 0x8080808080808080u ^ ((uint64_t)(0x80 ^ (i % 8)) * 0x100000001u << 8 * to);
+    const __m512i s = pick_512(u->scale[i / 8], at);
+    return type == T_Q3_K ? _mm512_srai_epi16(s, 8) : type == T_Q6_K ? _mm512_srai_epi32(s, 24) : s;
+}
+
+/* The eight bytes at p in every word. */
+INLINE_512 __m512i same_512(const void *p) { return _mm512_set1_epi64((long long)load_u64(p)); }
 
 /* A sum of products that fits in 16 bits is scaled as one of a pair: 16 * 15 * 127 for Q4_K, 8 * 7 * 127 for Q3_K. */
-INLINE_512 void block_dot_512(uint32_t type, const wblock512 *u, const int8_t *q, const int16_t *sum, int64_t b,
-                              partial512 *p) {
-    __m512i d[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, dot;
-    const __m256i sums = _mm256_loadu_si256((const void *)sum);
-    if (type == T_IQ2_XXS) d[0] = _mm512_madd_epi16(_mm512_cvtepu32_epi64(sums), _mm512_set1_epi16(-IQ2_OFFSET));
+INLINE_512 __m512i run_dot_512(uint32_t type, const run512 *u, const int8_t *q) {
+    __m512i d[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
     UNROLL for (int c = 0; c < 4; c++) {
         __m512i *to = &d[type_has_halves(type) ? c / 2 : 0];
-        *to = _mm512_dpbusd_epi32(*to, u->w[c], _mm512_loadu_si512(q + 64 * c));
+        *to = _mm512_dpbusd_epi32(*to, u->w[c], same_512(q + 64 * c));
     }
-    if (type == T_Q6_K) dot = _mm512_add_epi32(_mm512_mullo_epi32(d[0], u->scale[0]), _mm512_mullo_epi32(d[1], u->scale[1]));
-    else if (type_has_halves(type)) dot = _mm512_dpwssd_epi32(_mm512_madd_epi16(d[0], u->scale[0]), d[1], u->scale[1]);
-    else if (type == T_Q4_K) dot = _mm512_madd_epi16(d[0], u->scale[0]);
-    else dot = _mm512_mullo_epi32(d[0], u->scale[0]);
-    if (type_has_min(type) || type_has_offset(type)) {
-        const __m256i s = _mm256_madd_epi16(u->min, sums);
-        if (type_has_min(type)) p->min[(b & 8) + (b & 3) * 2 + (b >> 2 & 1)] = s;
-        else dot = _mm512_sub_epi32(dot, _mm512_zextsi256_si512(s));
-    }
-    p->dot[b] = dot;
+    if (type == T_Q6_K) return _mm512_add_epi32(_mm512_mullo_epi32(d[0], u->scale[0]), _mm512_mullo_epi32(d[1], u->scale[1]));
+    if (type_has_halves(type)) return _mm512_dpwssd_epi32(_mm512_madd_epi16(d[0], u->scale[0]), d[1], u->scale[1]);
+    if (type == T_Q4_K) return _mm512_madd_epi16(d[0], u->scale[0]);
+    return _mm512_mullo_epi32(d[0], u->scale[0]);
 }
 
-/* One row of a 256-value type against J rows of activations, for the group of blocks from g: the integers. */
-INLINE_512 void q256_group_512(uint32_t type, const int J, int64_t g, const int64_t blocks, const uint8_t *w,
-                               const tile_acts *x, int j0, partial512 *part, uint16_t *d, uint16_t *dmin) {
-    const int size = type_find(type)->bytes, at = scale_at(type);
-    for (int64_t b = 0; b < blocks; b += 2) {
-        const uint8_t *block = w + b * size, *next = b + 1 < blocks ? block + size : block;
-        wblock512 u[2];
-        fetch_ahead(block, 2 * size + 48);
-        unpack_512(type, block, next, u);
-        for (int64_t i = b; i < b + 2 && i < blocks; i++) {
-            d[i] = load_u16(w + i * size + at);
-            if (type_has_min(type)) dmin[i] = load_u16(w + i * size + at + 2);
-            UNROLL for (int j = 0; j < J; j++)
-                block_dot_512(type, &u[i - b], x->q[j0 + j] + (g + i) * 256, x->sum[j0 + j] + (g + i) * 16, i, &part[j]);
+enum { FEW_512 = 3 }; /* of activations that share what is unpacked; their sums stay in registers */
+
+/* Block b of rows of activations from j0 on, and the products with eight rows of weights before words are summed. */
+typedef struct {
+    const int8_t *q[FEW_512];
+    const int16_t *sum[FEW_512];
+    __m512i dot[2][FEW_512], min[2][FEW_512];
+} dots512;
+
+/* The sums of 16 activations. */
+INLINE_512 void eight_sums_512(uint32_t type, const int J, const parts512 *u, dots512 *r, int h) {
+    UNROLL for (int j = 0; j < J; j++) {
+        const int16_t *sum = r->sum[j];
+        READ_AGAIN(sum);
+        __m512i s = _mm512_setzero_si512();
+        UNROLL for (int i = 0; i < 4; i++) s = _mm512_dpwssd_epi32(s, u->min[i], same_512(sum + 4 * i));
+        if (type_has_min(type)) r->min[h][j] = s;
+        r->dot[h][j] = type_has_min(type) ? _mm512_setzero_si512() : _mm512_sub_epi32(_mm512_setzero_si512(), s);
+    }
+}
+
+/* Fetches blocks i and i + 1 of eight: a few at a time, as a core can wait for no more than two dozen lines or so. */
+INLINE_512 void eight_fetch_512(uint32_t type, const eight512 *e, int i) {
+    const int size = type_find(type)->bytes;
+    UNROLL for (int k = 0; k < 8; k++) if (64 * (k / 2) < size) fetch(eight_at(e, i + k % 2, size - 1 - 64 * (k / 2)), 0, 1);
+}
+
+/* A block of the h-th eight rows of weights against J rows of activations, while another is fetched. */
+INLINE_512 void eight_dots_512(uint32_t type, const int J, const eight512 *e, const eight512 *next, dots512 *r, int h) {
+    parts512 u;
+    const int8_t *q[FEW_512];
+    UNROLL for (int j = 0; j < J; j++) {
+        q[j] = r->q[j];
+        READ_AGAIN(q[j]);
+    }
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        run512 run[2];
+        if (i % 4 == 0) eight_load_512(type, e, i, &u);
+        if (i == 0) eight_sums_512(type, J, &u, r, h);
+        eight_fetch_512(type, next, i);
+        if (type == T_IQ2_XXS) unpack_iq2_xxs_512(u.w + i, run);
+        UNROLL for (int k = 0; k < 2; k++) {
+            UNROLL for (int c = 0; c < 4 && type != T_IQ2_XXS; c++) run[k].w[c] = eight_part_512(type, &u, i + k, c);
+            UNROLL for (int half = 0; half < 2; half++) run[k].scale[half] = eight_scale_512(type, &u, i + k, half);
+            UNROLL for (int j = 0; j < J; j++) r->dot[h][j] =
+                _mm512_add_epi32(r->dot[h][j], run_dot_512(type, &run[k], q[j] + 8 * (i + k)));
         }
     }
 }
 
-/* One row of a 256-value type against J rows of activations. */
-INLINE_512 void q256_row_512(uint32_t type, const int J, int64_t n, const uint8_t *w, const tile_acts *x, int j0, float *out,
-                             size_t ldo) {
-    __m512 acc[4];
-    UNROLL for (int j = 0; j < J; j++) acc[j] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < n / 256; g += LANES) {
-        const int64_t left = n / 256 - g, blocks = left < LANES ? left : LANES;
-        const __mmask16 mask = first_lanes(blocks);
-        partial512 part[4];
-        uint16_t d[LANES] = {0}, dmin[LANES] = {0};
-        if (blocks < LANES) memset(part, 0, (size_t)J * sizeof *part);
-        q256_group_512(type, J, g, blocks, w + g * type_find(type)->bytes, x, j0, part, d, dmin);
-        __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)d));
-        const __m512 min_scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)dmin));
+/* The sums of both halves of words, as floats: of two words of a, of two of b and so on. */
+INLINE_512 __m512 pair_sums_512(__m512i a, __m512i b) {
+    const __m512 p = _mm512_castsi512_ps(a), q = _mm512_castsi512_ps(b);
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(p, q, 0x88)),
+                                               _mm512_castps_si512(_mm512_shuffle_ps(p, q, 0xdd))));
+}
+
+/* The four bytes at `at` of twice eight blocks, in the order of pair_sums_512. */
+INLINE_512 __m512i pair_words_512(const eight512 *a, const eight512 *b, int at) {
+    __m128i v[4];
+    UNROLL for (int i = 0; i < 4; i++) v[i] =
+        _mm_setr_epi32((int)load_u32(eight_at(a, 2 * i, at)), (int)load_u32(eight_at(a, 2 * i + 1, at)),
+                       (int)load_u32(eight_at(b, 2 * i, at)), (int)load_u32(eight_at(b, 2 * i + 1, at)));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set_m128i(v[1], v[0])), _mm256_set_m128i(v[3], v[2]), 1);
+}
+
+/* Twice eight rows of weights, as far from one another as `step`, and where their products go. For less than 16 outputs both may be
+ * the same; for less than eight all rows are the same one, and `mask` leaves one output. */
+typedef struct {
+    const uint8_t *row[2], *next[2]; /* those to fetch meanwhile */
+    float *out[2];
+    size_t step, ldo;
+    __mmask8 mask;
+} outputs512;
+
+/* How many blocks of twice eight rows are to be on their way from memory: about 12 KiB. */
+INLINE_512 int64_t eight_ahead_512(uint32_t type, int64_t n) {
+    const int64_t blocks = 12288 / (16 * type_find(type)->bytes) + 1;
+    return blocks < n / 256 ? blocks : n / 256;
+}
+
+/* Against J rows of activations from j0 on. */
+INLINE_512 void outputs_512(uint32_t type, const int J, int64_t n, const outputs512 *o, const tile_acts *x, int j0) {
+    const int size = type_find(type)->bytes, at = scale_at(type), halves = o->row[0] == o->row[1] ? 1 : 2;
+    const bool low = type_has_min(type) || at == 0; /* the scale is the lower half of four bytes, all of them the block's */
+    const int64_t blocks = n / 256, ahead = eight_ahead_512(type, n);
+    __m512 acc[LANES][FEW_512];
+    dots512 r;
+    UNROLL for (int j = 0; j < J; j++) {
+        r.q[j] = x->q[j0 + j];
+        r.sum[j] = x->sum[j0 + j];
+        for (int l = 0; l < LANES; l++) acc[l][j] = _mm512_setzero_ps();
+    }
+    for (int64_t b = 0; b < blocks; b++) {
+        for (int h = 0; h < halves; h++) {
+            const uint8_t *from =
+                b + ahead < blocks ? o->row[h] + (b + ahead) * size : o->next[h] + (b + ahead - blocks) * size;
+            const eight512 e = eight_from(o->row[h] + b * size, o->step), next = eight_from(from, o->step);
+            eight_dots_512(type, J, &e, &next, &r, h);
+        }
+        const eight512 a = eight_from(o->row[0] + b * size, o->step), c = eight_from(o->row[1] + b * size, o->step);
+        const __m512i d = pair_words_512(&a, &c, low ? at : at - 2), upper = _mm512_srli_epi32(d, 16);
+        __m512 scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(low ? d : upper));
+        const __m512 min_scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(upper));
         if (type == T_IQ2_XXS) scale = _mm512_mul_ps(scale, _mm512_set1_ps(0.125f));
         UNROLL for (int j = 0; j < J; j++) {
-            const __m512 a = _mm512_maskz_loadu_ps(mask, x->d[j0 + j] + g);
-            const __m512 dot = _mm512_cvtepi32_ps(sum_each_512(part[j].dot));
-            acc[j] = _mm512_mask3_fmadd_ps(dot, _mm512_mul_ps(scale, a), acc[j], mask);
-            if (type_has_min(type)) {
-                const __m512 min = _mm512_cvtepi32_ps(sum_each_half_512((const __m512i *)(const void *)part[j].min));
-                acc[j] = _mm512_mask3_fnmadd_ps(min, _mm512_mul_ps(min_scale, a), acc[j], mask);
-            }
+            const __m512 y = _mm512_set1_ps(x->d[j0 + j][b]);
+            __m512 *lane = &acc[b % LANES][j];
+            *lane = _mm512_fmadd_ps(pair_sums_512(r.dot[0][j], r.dot[halves - 1][j]), _mm512_mul_ps(scale, y), *lane);
+            if (type_has_min(type))
+                *lane = _mm512_fnmadd_ps(pair_sums_512(r.min[0][j], r.min[halves - 1][j]), _mm512_mul_ps(min_scale, y), *lane);
+            r.q[j] += 256;
+            r.sum[j] += 16;
         }
     }
-    UNROLL for (int j = 0; j < J; j++) out[(size_t)(j0 + j) * ldo] = join_512(acc[j]);
+    UNROLL for (int j = 0; j < J; j++) {
+        __m512 t[8];
+        UNROLL for (int l = 0; l < 8; l++) t[l] = _mm512_add_ps(acc[l][j], acc[l + 8][j]);
+        UNROLL for (int l = 0; l < 4; l++) t[l] = _mm512_add_ps(t[l], t[l + 4]);
+        t[0] = _mm512_add_ps(_mm512_add_ps(t[0], t[2]), _mm512_add_ps(t[1], t[3]));
+        t[0] = _mm512_permutexvar_ps(_mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15), t[0]);
+        _mm256_mask_storeu_ps(o->out[0] + (size_t)(j0 + j) * o->ldo, o->mask, _mm512_castps512_ps256(t[0]));
+        _mm256_mask_storeu_ps(o->out[1] + (size_t)(j0 + j) * o->ldo, o->mask, _mm512_extractf32x8_ps(t[0], 1));
+    }
+}
+
+/* Each number of rows has a function of its own: compilers do better with fewer variables. */
+typedef void outputs_fn(int64_t n, const outputs512 *o, const tile_acts *x, int j0);
+#define OUTPUTS_FN(name, type, J)                                                                      \
+    TARGET_AVX512 static void name##_##J(int64_t n, const outputs512 *o, const tile_acts *x, int j0) { \
+        outputs_512(type, J, n, o, x, j0);                                                             \
+    }
+#define OUTPUTS_SET(name, type) \
+    OUTPUTS_FN(name, type, 1)   \
+    OUTPUTS_FN(name, type, 2)   \
+    OUTPUTS_FN(name, type, 3)   \
+    static outputs_fn *const name[FEW_512] = {name##_1, name##_2, name##_3};
+OUTPUTS_SET(outputs_q2_k, T_Q2_K)
+OUTPUTS_SET(outputs_q3_k, T_Q3_K)
+OUTPUTS_SET(outputs_q4_k, T_Q4_K)
+OUTPUTS_SET(outputs_q5_k, T_Q5_K)
+OUTPUTS_SET(outputs_q6_k, T_Q6_K)
+OUTPUTS_SET(outputs_iq2_xxs, T_IQ2_XXS)
+
+INLINE_512 outputs_fn *outputs_for(uint32_t type, int rows) {
+    switch (type) {
+    case T_Q2_K: return outputs_q2_k[rows - 1];
+    case T_Q3_K: return outputs_q3_k[rows - 1];
+    case T_Q4_K: return outputs_q4_k[rows - 1];
+    case T_Q5_K: return outputs_q5_k[rows - 1];
+    case T_Q6_K: return outputs_q6_k[rows - 1];
+    default: return outputs_iq2_xxs[rows - 1];
+    }
 }
 
 INLINE_512 void q256_few_512(uint32_t type, TILE_ARGS) {
-    for (int o = 0; o < n_out; o++) {
-        const uint8_t *row = w + (size_t)o * w_stride;
-        for (int j = 0; j < m; j += 4) { /* so that weights stay in registers */
-            switch (m - j) {
-            case 1: q256_row_512(type, 1, n, row, x, j, out + o, ldo); break;
-            case 2: q256_row_512(type, 2, n, row, x, j, out + o, ldo); break;
-            case 3: q256_row_512(type, 3, n, row, x, j, out + o, ldo); break;
-            default: q256_row_512(type, 4, n, row, x, j, out + o, ldo); break;
-            }
+    const bool single = n_out < 8;
+    const int count = single ? 1 : 16, last = single ? n_out - 1 : n_out - 8;
+    const size_t step = single ? 0 : w_stride;
+    for (int64_t b = 0; b < eight_ahead_512(type, n); b++)
+        for (int i = 0; i < n_out && i < count; i += 8) {
+            const eight512 e = eight_from(w + (size_t)(i < last ? i : last) * w_stride + b * type_find(type)->bytes, step);
+            for (int k = 0; k < 8; k += 2) eight_fetch_512(type, &e, k);
+        }
+    for (int i = 0; i < n_out; i += count) {
+        outputs512 o = {.step = step, .ldo = ldo, .mask = single ? 1 : 0xff};
+        for (int h = 0; h < 2; h++) {
+            const int want = single ? i : i + 8 * h, at = want < last ? want : last;
+            const int after = at + count < last ? at + count : last;
+            o.row[h] = w + (size_t)at * w_stride;
+            o.out[h] = out + at;
+            o.next[h] = w + (size_t)after * w_stride;
+        }
+        for (int j = 0, groups = (m + FEW_512 - 1) / FEW_512; groups > 0; groups--) { /* of about as many rows */
+            const int rows = (m - j + groups - 1) / groups;
+            outputs_for(type, rows)(n, &o, x, j);
+            j += rows;
         }
     }
 }
@@ -3425,14 +3569,14 @@ INLINE_512 void columns_iq2_xxs_512(blocks512 b, columns512 *u) {
         UNROLL for (int i = 0; i < 2; i++) {
             const __m512i raw[2] = {i ? _mm512_unpackhi_epi64(r[0], r[1]) : _mm512_unpacklo_epi64(r[0], r[1]),
                                     i ? _mm512_unpackhi_epi64(r[2], r[3]) : _mm512_unpacklo_epi64(r[2], r[3])};
-            wblock512 part[2];
+            run512 part[2];
             unpack_iq2_xxs_512(raw, part);
             UNROLL for (int k = 0; k < 8; k++) {
                 const __m512 x = _mm512_castsi512_ps(part[0].w[k / 2]), y = _mm512_castsi512_ps(part[1].w[k / 2]);
                 u->w[g + i][k] = _mm512_castps_si512(k % 2 ? _mm512_shuffle_ps(x, y, 0xdd) : _mm512_shuffle_ps(x, y, 0x88));
             }
-            u->scale[g + i] = _mm512_castps_si512(
-                _mm512_shuffle_ps(_mm512_castsi512_ps(part[0].scale[0]), _mm512_castsi512_ps(part[1].scale[0]), 0x88));
+            const __m512 top = _mm512_shuffle_ps(_mm512_castsi512_ps(raw[0]), _mm512_castsi512_ps(raw[1]), 0xdd);
+            u->scale[g + i] = _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(top), 27), _mm512_set1_epi32(1));
         }
     }
 }
