@@ -278,6 +278,7 @@ static uint64_t checksum(uint64_t h, const void *data, size_t n) {
 typedef void (*job_fn)(void *ctx, int64_t begin, int64_t end, int thread);
 
 enum { MAX_THREADS = 256, MAX_CHUNKS = 0xffff };
+enum { STACK_BYTES = 1 << 20 }; /* kernels keep up to a quarter of it there, more than some systems give a thread by default */
 /* In nanoseconds: a job worth handing out, a chunk of it, what a sleeper must have missed, and how long one spins. */
 enum { SPLIT_NS = 5000, CHUNK_NS = 800, WAKE_NS = 30000, SPIN_NS = 200000 };
 
@@ -399,12 +400,17 @@ static pool *pool_new(int threads) {
     sigset_t before;
     int error = 0;
     block_signals(&before);
+    pthread_attr_t attr;
+    size_t stack = 0;
+    pthread_attr_init(&attr);
+    if (pthread_attr_getstacksize(&attr, &stack) == 0 && stack < STACK_BYTES) pthread_attr_setstacksize(&attr, STACK_BYTES);
     for (p->threads = 1; p->threads < threads; p->threads++) {
         worker *w = &p->workers[p->threads];
         *w = (worker){.pool = p, .index = p->threads};
-        error = fault() ? EAGAIN : pthread_create(&w->thread, NULL, worker_main, w);
+        error = fault() ? EAGAIN : pthread_create(&w->thread, &attr, worker_main, w);
         if (error) break;
     }
+    pthread_attr_destroy(&attr);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (!error) return p;
     fail_as(DS4_NO_MEMORY, "cannot start thread %d of %d: %s", p->threads + 1, threads, strerror(error));

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 
@@ -591,6 +592,31 @@ def test_the_callers_rounding_changes_nothing() -> None:
     assert everything(0, up) == plain and everything(up, 0) == plain
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_half_a_megabyte_of_stack_is_enough(threads: int) -> None:
+    """As ds4.h promises; workers get theirs whatever the system gives a thread."""
+    out = run(
+        f"""
+import threading, ds4
+def read():
+    with ds4.Engine({str(PAIR[0])!r}, {str(PAIR[1])!r}, threads={threads}) as engine, ds4.Session(engine) as session:
+        session.eval(range(5, 105))
+        session.generate(max_tokens=8)
+        print(session.position)
+threading.stack_size(512 << 10)
+thread = threading.Thread(target=read)
+thread.start()
+thread.join()
+"""
+    )
+    assert int(out) == 108
+
+
+def blocked_signals(task: Path) -> int:
+    """Bit n - 1 for signal n."""
+    return int(re.findall(r"SigBlk:\s*([0-9a-f]+)", (task / "status").read_text())[0], 16)
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux alone lists a process's threads")
 def test_signals_stay_with_the_callers_threads() -> None:
     """The engine's own threads take none but those for their own faults; the caller's mask is what it was."""
@@ -601,7 +627,10 @@ def test_signals_stay_with_the_callers_threads() -> None:
         own = [t for t in tasks.iterdir() if t.name not in before]
         assert len(own) == 2
         for task in own:
-            blocked = int(re.findall(r"SigBlk:\s*([0-9a-f]+)", (task / "status").read_text())[0], 16)
+            # a thread that has not begun yet has everything blocked
+            until = time.monotonic() + 20
+            while (blocked := blocked_signals(task)) >> signal.SIGSEGV - 1 & 1 and time.monotonic() < until:
+                time.sleep(0.01)
             assert all(blocked >> number - 1 & 1 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
             assert not any(blocked >> number - 1 & 1 for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGPROF))
 
