@@ -3253,14 +3253,14 @@ INLINE_512 __m512i eight_part_512(uint32_t type, const parts512 *u, int r, int c
     const int word = two ? r / 4 * 4 : type == T_Q6_K ? k % 2 * 4 : k / 2 * 4;
     const int by = two ? 2 * k : type == T_Q6_K ? k / 2 * 4 : k % 2 * 4;
     __m512i v = u->w[word + c];
-    if (by) v = _mm512_srli_epi16(v, by);
+    if (by) v = _mm512_srli_epi16(v, (uint8_t)by);
     v = _mm512_and_si512(v, _mm512_set1_epi8(two ? 3 : 15));
     if (type == T_Q2_K || type == T_Q4_K) return v;
     /* one more bit of each value, or two, from bit `from` to bit `to` */
     const int to = type == T_Q3_K ? 2 : 4, from = type == T_Q6_K ? 2 * k : r;
     __m512i h = u->high[c];
-    if (from > to) h = _mm512_srli_epi16(h, from - to);
-    if (from < to) h = _mm512_slli_epi16(h, to - from);
+    if (from > to) h = _mm512_srli_epi16(h, (uint8_t)(from - to));
+    if (from < to) h = _mm512_slli_epi16(h, (uint8_t)(to - from));
     return _mm512_ternarylogic_epi64(v, h, _mm512_set1_epi8(type == T_Q3_K ? 4 : type == T_Q5_K ? 16 : 48), 0xf8);
 }
 
