@@ -325,7 +325,7 @@ static bool pool_claim(pool *p, int thread) {
         if (!ticket_open(t)) return false;
         first = (int64_t)(t & 0xffff);
         chunks = (int64_t)(t >> 16 & 0xffff);
-        share = (chunks - first) / (2 * p->threads);
+        share = (chunks - first) / (4 * p->threads);
         if (share < 1) share = 1;
     } while (!atomic_compare_exchange_weak(&p->ticket, &t, t + (uint64_t)share));
     int64_t begin = first * p->grain, end = (first + share) * p->grain;
