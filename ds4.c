@@ -3882,7 +3882,7 @@ INLINE_AMX void amx_configure(int a_bytes, int b_lines) {
 INLINE_AMX void amx_weights_32(uint32_t type, int64_t blocks, const uint8_t *w, size_t w_stride, amx_room *r) {
     const int size = q32_bytes(type);
     const __m512i offset = _mm512_set1_epi8((char)q32_offset(type));
-    for (int o = 0; o < LANES; o++) fetch_ahead(w + (size_t)o * w_stride, blocks * size);
+    for (int o = 0; o < LANES; o++) fetch(w + (size_t)o * w_stride, blocks * size, blocks * size); /* the next group */
     for (int64_t b = 0; b < blocks; b++) {
         group512 u;
         unpack_group_512(type, column_blocks(w + b * size, (int64_t)w_stride), &u);
@@ -3961,7 +3961,7 @@ INLINE_AMX void amx_scaled(uint32_t type, __m512i w, __m512i scale, __m512i *low
 /* A block of 16 rows of a 256-value type. */
 INLINE_AMX void amx_weights_256(uint32_t type, const uint8_t *w, size_t w_stride, amx_room *r) {
     const columns512 *u = &r->block;
-    for (int o = 0; o < LANES; o++) fetch_ahead(w + (size_t)o * w_stride, type_find(type)->bytes);
+    for (int o = 0; o < LANES; o++) fetch(w + (size_t)o * w_stride, 4 * type_find(type)->bytes, type_find(type)->bytes);
     unpack_columns_512(type, column_blocks(w, (int64_t)w_stride), &r->block);
     for (int run = 0; run < 8; run++)
         for (int k = 0; k < 8; k++) { /* in the order of act_offset */

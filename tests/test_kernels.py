@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import platform
 import zlib
 from collections.abc import Callable
@@ -286,6 +287,31 @@ def test_mat_gives_the_same_bits_everywhere(kern: Kernels, plain: Kernels, t: in
     for n in sizes(kern.lib, t):
         w, x = random_weights(kern.lib, rng, t, 37, n), rng.standard_normal((19, n)).astype(np.float32)
         assert same(kern.mat(t, w, x), plain.mat(t, w, x))
+
+
+def at_the_end_of_memory(w: np.ndarray) -> np.ndarray:
+    """The same bytes, behind which no process may read."""
+    page = mmap.PAGESIZE
+    size = -(-w.nbytes // page) * page
+    memory = mmap.mmap(-1, size + page)
+    out = np.frombuffer(memory, np.uint8, w.nbytes, size - w.nbytes).reshape(w.shape)
+    out[:] = w
+    last = ctypes.c_void_p(out.ctypes.data + w.nbytes)
+    assert ctypes.CDLL(None, use_errno=True).mprotect(last, ctypes.c_size_t(page), 0) == 0
+    return out
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="mprotect's arguments are Linux's")
+@pytest.mark.parametrize("t", TYPES, ids=type_id)
+def test_nothing_behind_the_weights_is_read(kern: Kernels, t: int) -> None:
+    """A tensor may be the last thing of a file, and end where a page does."""
+    rng = np.random.default_rng(t + 320)
+    for n in sizes(kern.lib, t)[:7]:
+        for rows in (1, 2, 9, 33):
+            w = random_weights(kern.lib, rng, t, rows, n)
+            for m in (1, 3, 6, 20):
+                x = rng.standard_normal((m, n)).astype(np.float32)
+                assert same(kern.mat(t, at_the_end_of_memory(w), x), kern.mat(t, w, x))
 
 
 @pytest.mark.parametrize("t", [t for t in QUANTS if t != MXFP4], ids=type_id)
