@@ -20,7 +20,8 @@
  *
  * Threads. Engines are independent of each other; sessions of one engine may be used from different threads (their passes
  * take turns on the engine's thread pool). One session is used by one thread at a time; only ds4_session_cancel may be
- * called from another. A call takes up to 512 KiB of its thread's stack. Positions count tokens from 0; "V" is the vocabulary's size. */
+ * called from another. A call takes up to 512 KiB of its thread's stack. Positions count tokens from 0; "V" is the
+ * vocabulary's size. */
 #ifndef DS4_H
 #define DS4_H
 
